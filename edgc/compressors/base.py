@@ -270,8 +270,10 @@ class KeepsErrors(Compressor):
         errors: what was not sent, by parameter name, in the gradients' shapes.
         held: gradients that error feedback took in whole in their last reduction, since they were unused, by name; with
             whether that reduction was kept.
+        error_feedback: off only for ablations, and for methods that are unbiased without.
     """
 
+    error_feedback: bool
     errors: dict[str, Tensor]
     held: dict[str, Tensor]
 
@@ -287,6 +289,10 @@ class KeepsErrors(Compressor):
         ok = self.held.pop(name, None)
         if ok is not None:
             self.errors[name].sub_(torch.where(ok, gradient, 0))
+
+    def _holds(self, gradient: Gradient) -> bool:
+        """True if all of a gradient is to be kept."""
+        return gradient.unused and self.error_feedback
 
     def _owed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Gradients with error feedback that is to be sent."""

@@ -284,9 +284,6 @@ class Feedback(KeepsErrors):
             statistics.input_sq += _square_sum(part)
         return flat
 
-    def _holds(self, gradient: Gradient) -> bool:
-        return gradient.unused and self.error_feedback
-
     def _hold(self, gradients: Sequence[Gradient], flat: Flat) -> list[tuple[Gradient, Tensor, Tensor]]:
         """Zeros for the M of unused gradients, which are returned, each with its part of ``flat.work`` and a copy of
         that; what is not finite is sent."""

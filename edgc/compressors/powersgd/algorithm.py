@@ -63,7 +63,7 @@ class PowerSGD(KeepsErrors):
 
     def __init__(self, config: LowRankConfig) -> None:
         self.config = config
-        self.one_sided = config.one_sided
+        self.one_sided, self.error_feedback = config.one_sided, config.error_feedback
         self._state = State(config)
         self.errors = self._state.errors
         self.held = {}
@@ -175,9 +175,6 @@ class PowerSGD(KeepsErrors):
         work.dense.start(dense, channel)
         yield from work.wire.mean(factors, channel)
         return [*work.dense.messages, factors]
-
-    def _holds(self, gradient: Gradient) -> bool:
-        return gradient.unused and self._state.error_dtype is not None
 
     def _hold(self, members: Members, factors: Tensors) -> None:
         """This worker's part in the factors of unused matrices is zero, so that E = M; what is not finite is sent."""

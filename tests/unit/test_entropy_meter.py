@@ -1,8 +1,9 @@
-"""Which parameters a stage's entropy is of, what its noise is, and what CQM makes of both."""
+"""What a stage's entropy is of, who waits for it, what its noise is, and what CQM makes of it."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from edgc.entropy.estimators import estimate
 from edgc.entropy.meter import EntropyMeter, embeddings
 from edgc.errors import UserError
 from edgc.measurement.report import NoisyMean
-from edgc.sections import EntropyConfig
+from edgc.runtime.device import masked_path
+from edgc.sections import ESTIMATORS, EntropyConfig
+from tests.host_reads import HostRead, NoHostReads
 
 SHAPES = {"words": (96, 64), "layer": (64, 128)}
 MODEL = StageModel([(256, 256), (256, 1024)])
@@ -93,6 +96,30 @@ def test_a_stage_of_embeddings_alone_has_their_entropy() -> None:
     found = meter.close()
     assert found.sampled == found.embeddings and math.isnan(found.layers)
     assert found.embedding_share == 1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_entropy_is_that_of_the_gradient_without_its_loss_scale(estimator: str) -> None:
+    found = []
+    for scale in (1.0, 2.0**12):
+        meter = EntropyMeter(config(entropy={"estimator": estimator}))
+        meter.scale = scale
+        meter.add(1, [Gradient(given.name, scale * given.tensor) for given in gradients()])
+        found.append(meter.close().sampled)
+    assert math.isfinite(found[0]) and found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "sampling"), [("histogram", "diagonal"), ("gaussian", "strided"), ("histogram", "random")]
+)
+def test_nobody_waits_while_the_gradients_come_in_where_the_host_looks_at_no_value(
+    estimator: str, sampling: str
+) -> None:
+    entropy = {"estimator": estimator, "sampling": sampling, "entry_rate": 0.25}
+    for masked in (True, False):
+        meter = EntropyMeter(config(entropy=entropy, record_full_entropy=True), ["words"])
+        with masked_path(masked), nullcontext() if masked else pytest.raises(HostRead), NoHostReads():
+            meter.add(1, gradients())
 
 
 def test_nothing_measured_is_nan() -> None:
