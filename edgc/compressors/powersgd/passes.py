@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ class Spectrum(NamedTuple):
     input_sq: float
 
 
+@dataclass(eq=False, repr=False)
 class Group:
     """B matrices of one shape that are factored together, with their factors.
 
@@ -72,34 +74,28 @@ class Group:
             after orthogonalisation; the factor that this worker sends; its mean.
     """
 
-    start: Tensor
-    summed: Tensor
-    basis: Tensor
-    own: Tensor
-    mean: Tensor
-    m: Tensor
-    gradient_sq: Tensor
-    input_sq: Tensor
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        shape: tuple[int, int],
-        rank: int,
-        error: Tensor | None,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
-        side: int = RIGHT,
-    ) -> None:
-        self.names, self.shape, self.rank, self.error = tuple(names), shape, rank, error
-        self.left, self.right, self._side = left, right, side
-        self._turns: HostCopy | None = None
-        self.drawn: set[str] = set()
-        self.spare: Tensor | None = None
-        self.gradients: Sequence[Tensor] = ()
-        self.needed: Sequence[tuple[int, int]] = ()
-        self.in_place = False
-        self._memory: Tensor | None = None
+    names: Sequence[str]
+    shape: tuple[int, int]
+    rank: int
+    error: Tensor | None
+    left: Tensor | None = None
+    right: Tensor | None = None
+    _side: int = RIGHT
+    spare: Tensor | None = None
+    drawn: set[str] = field(default_factory=set)
+    gradients: Sequence[Tensor] = ()
+    needed: Sequence[tuple[int, int]] = ()
+    in_place: bool = False
+    m: Tensor = field(init=False)
+    gradient_sq: Tensor = field(init=False)
+    input_sq: Tensor = field(init=False)
+    start: Tensor = field(init=False)
+    summed: Tensor = field(init=False)
+    basis: Tensor = field(init=False)
+    own: Tensor = field(init=False)
+    mean: Tensor = field(init=False)
+    _turns: HostCopy | None = None
+    _memory: Tensor | None = None
 
     def turn(self, flag: Tensor) -> None:
         """The next call begins with the other side, if ``flag``, a 0-dim bool tensor."""
