@@ -21,6 +21,7 @@ rank sends, and in which order, depends on the calls alone and never on their ti
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -251,6 +252,12 @@ class Compressor(ABC):
         if state:
             what = f"the saved state's compressor has {', '.join(sorted(state))}"
             raise UserError(what, fix=f"{type(self).__name__} keeps nothing: load a state of the same method")
+
+
+def seeded(*parts: object) -> torch.Generator:
+    """Random numbers of the CPU that depend on ``parts`` alone: the same on every worker."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def kept_of(kept: dict[str, Tensor], gradient: Gradient, what: str) -> Tensor:

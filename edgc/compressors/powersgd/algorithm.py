@@ -187,7 +187,6 @@ class PowerSGD(KeepsErrors):
         self, work: Workspace, members: Members, ok: Tensor, messages: Tensors, statistics: Statistics
     ) -> Tensor:
         """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
-        owns, means = self._products(work.groups)
         ok = ok & finite(messages, work.device)
         passes = work.passes
         if passes.decides and not ok:
@@ -205,7 +204,8 @@ class PowerSGD(KeepsErrors):
                 group.own.sub_(rounding)
         for at in work.together:
             groups = work.groups[at]
-            errors_sq = passes.store(groups, owns[at], means[at], [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
+            owns, means = [self._pair(g, g.own) for g in groups], [self._pair(g, g.mean) for g in groups]
+            errors_sq = passes.store(groups, owns, means, [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
             norms = [[g.gradient_sq for g in groups], [g.input_sq for g in groups], errors_sq]
             sums = torch.stack([torch.cat(list(sq)).sum() for sq in norms])
             statistics.add_norms(*(sums.tolist() if passes.decides else torch.where(ok, sums, 0.0).unbind()))
@@ -217,12 +217,10 @@ class PowerSGD(KeepsErrors):
             self._then(partial(self.held.update, held))
         return ok
 
-    def _products(self, groups: Sequence[Group]) -> tuple[list[Factors], list[Factors]]:
-        """Left and right factor of what this worker sent and of the mean, of every group."""
-        turned = [self.one_sided and group.side == RIGHT for group in groups]
-        owns = [(g.own, g.basis) if turn else (g.basis, g.own) for g, turn in zip(groups, turned, strict=True)]
-        means = [(g.mean, g.basis) if turn else (g.basis, g.mean) for g, turn in zip(groups, turned, strict=True)]
-        return owns, means
+    def _pair(self, group: Group, factor: Tensor) -> Factors:
+        """Left and right factor of the product of the basis and ``factor``."""
+        known_is_right = self.one_sided and group.side == RIGHT
+        return (factor, group.basis) if known_is_right else (group.basis, factor)
 
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
