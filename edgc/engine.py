@@ -23,7 +23,7 @@ from edgc.config import EDGCConfig
 from edgc.control.controller import Decision, Plan
 from edgc.monitor import Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
-from edgc.runtime.device import in_own_modes
+from edgc.runtime.device import own_modes
 
 Gradients = Sequence[Gradient]
 Observer = Callable[[int, Gradients], None]
@@ -49,7 +49,7 @@ class Engine:
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
         gradient_bits: of an entry of the first stage's compressible gradients, on average; equal on all ranks.
-        embeddings: names of this rank's parameters that are embeddings (:mod:`edgc.entropy.kinds`).
+        embeddings: names of this rank's parameters that are embeddings (:func:`edgc.entropy.meter.embeddings`).
         embedding_shapes: of ``shapes`` of the first stage those of embeddings; equal on all ranks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Engine:
         decision: the controller's at the end of the last iteration; None if it took none.
     """
 
-    @in_own_modes
+    @own_modes()
     def __init__(
         self,
         config: EDGCConfig,
@@ -146,7 +146,7 @@ class Engine:
     def _compressors(self) -> tuple[Compressor, ...]:
         return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up)
 
-    @in_own_modes
+    @own_modes()
     def reduce(self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()) -> None:
         """Average ``gradients`` over ``group`` in place, compressed as the controller says.
 
@@ -212,7 +212,7 @@ class Engine:
         if self._due and source == self.config.entropy.source:
             self.entropy.add(self.iteration, gradients)
 
-    @in_own_modes
+    @own_modes()
     def reduce_across_stages(self, gradients: Gradients, group: dist.ProcessGroup) -> None:
         """Average ``gradients`` over ``group`` in place, dense, where it has ranks of several stages.
 
@@ -232,7 +232,7 @@ class Engine:
         """
         self.monitor.window.add_loss(loss)
 
-    @in_own_modes
+    @own_modes()
     def take_back(self, name: str, gradient: torch.Tensor) -> None:
         """Do not keep ``gradient`` of an unused parameter of the last, closed iteration: its owner still has it.
 
@@ -242,7 +242,7 @@ class Engine:
         for compressor in self._compressors:
             compressor.take_back(name, gradient)
 
-    @in_own_modes
+    @own_modes()
     def rescale(self, scale: float) -> float:
         """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that
         is returned."""
@@ -253,7 +253,7 @@ class Engine:
             self.entropy.scale = scale
         return factor
 
-    @in_own_modes
+    @own_modes()
     def end_iteration(
         self, backward_seconds: Sequence[float] = (), *, exposed: Stopwatch | None = None, skipped: bool = False
     ) -> None:
@@ -292,7 +292,7 @@ class Engine:
         if self.plan.probe_rank is None:
             monitor.benchmark.end_search()
 
-    @in_own_modes
+    @own_modes()
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs to go on exactly after a whole iteration: tensors and plain values."""
         compressor = self.compressor.state_dict()
@@ -306,7 +306,7 @@ class Engine:
             **self.monitor.state_dict(),
         }
 
-    @in_own_modes
+    @own_modes()
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
         """Go on from :meth:`state_dict` of the same rank.
 

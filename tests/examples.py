@@ -43,8 +43,6 @@ CONSTANT = below(ConstantConfig)
 ENTRYWISE = below(EntrywiseConfig)
 LOW_RANK = below(LowRankConfig)
 DENSE = [name for name in FOUND if name not in ENTRYWISE + LOW_RANK]
-COUNTING = [name for name in FOUND if getattr(config_of(name).build(), "counts_reductions", False)]
-MOMENTUM = [name for name in FOUND if settings_of(name).get("momentum")]
 UNBIASED = [name for name, (_, example) in FOUND.items() if example.bound is not None]
 """Exact on average only, without error feedback."""
 

@@ -8,9 +8,7 @@ from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.compressors.powersgd.algorithm import PowerSGD
 
 
-def power_sgd(
-    way: type[PowerSGD] = PowerSGD, *, min_elements: int = 1024, always_factor: bool = False, **settings: Any
-) -> PowerSGD:
-    compressor = way(PowerSGDConfig(rank=1, min_compression_elements=min_elements, **settings))
+def power_sgd(*, min_elements: int = 1024, always_factor: bool = False, **settings: Any) -> PowerSGD:
+    compressor = PowerSGDConfig(rank=1, min_compression_elements=min_elements, **settings).build()
     compressor.always_factor = always_factor
     return compressor

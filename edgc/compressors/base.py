@@ -21,6 +21,7 @@ rank sends, and in which order, depends on the calls alone and never on their ti
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -253,6 +254,12 @@ class Compressor(ABC):
             raise UserError(what, fix=f"{type(self).__name__} keeps nothing: load a state of the same method")
 
 
+def seeded(*parts: object) -> torch.Generator:
+    """Random numbers of the CPU that depend on ``parts`` alone: the same on every worker."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
 def kept_of(kept: dict[str, Tensor], gradient: Gradient, what: str) -> Tensor:
     """Tensor of a gradient in ``kept``, moved to its device; ``what`` it is, for the error if the shapes differ."""
     found, tensor = kept[gradient.name], gradient.tensor
@@ -270,13 +277,12 @@ class KeepsErrors(Compressor):
         errors: what was not sent, by parameter name, in the gradients' shapes.
         held: gradients that error feedback took in whole in their last reduction, since they were unused, by name; with
             whether that reduction was kept.
+        error_feedback: off only for ablations, and for methods that are unbiased without.
     """
 
+    error_feedback: bool
     errors: dict[str, Tensor]
     held: dict[str, Tensor]
-
-    def _decides(self, device: torch.device) -> bool:
-        return host_decides(device)
 
     @property
     def kept(self) -> Mapping[str, Tensor]:
@@ -290,6 +296,10 @@ class KeepsErrors(Compressor):
         ok = self.held.pop(name, None)
         if ok is not None:
             self.errors[name].sub_(torch.where(ok, gradient, 0))
+
+    def _holds(self, gradient: Gradient) -> bool:
+        """True if all of a gradient is to be kept."""
+        return gradient.unused and self.error_feedback
 
     def _owed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Gradients with error feedback that is to be sent."""
@@ -312,7 +322,7 @@ class KeepsErrors(Compressor):
     def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
         """Clear the error feedback of ``gradients``, which has been sent, if ``ok``."""
         for gradient in gradients:
-            if self.deferred or self._decides(ok.device):
+            if self.deferred or host_decides(ok.device):
                 self._then(partial(self.errors.__delitem__, gradient.name))
             else:
                 self.errors[gradient.name].masked_fill_(ok, 0)
@@ -348,19 +358,12 @@ def _careful_sum(vector: Tensor) -> float:
     return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in vector.split(_FEW))
 
 
-def square_sums(batch: Tensor) -> Tensor:
-    """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
-    return square_sums_on_cpu(batch) if host_decides(batch.device) else square_sums_on_gpu([batch])[0]
-
-
-def square_sums_on_cpu(batch: Tensor) -> Tensor:
-    """:func:`square_sums` where the host reads every one of them."""
-    sums = [square_sum((x if x.is_contiguous() else x.mT).reshape(-1)) for x in batch]
-    return torch.tensor(sums, dtype=torch.float64, device="cpu")
-
-
-def square_sums_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`square_sums` of every batch, launched once; entries are added in fp64 without being copied to it first."""
+def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:
+    """The squared norm of every matrix of every batch [B, m, n], each contiguous or the transpose of a contiguous one:
+    [B] in fp64; on a GPU launched once, and added in fp64 without being copied to it first."""
+    if host_decides(batches[0].device):
+        sums = [[square_sum((x if x.is_contiguous() else x.mT).reshape(-1)) for x in batch] for batch in batches]
+        return [torch.tensor(each, dtype=torch.float64, device="cpu") for each in sums]
     norms = torch._foreach_norm([matrix for batch in batches for matrix in batch], 2, dtype=torch.float64)
     return list(torch.stack(norms).square().split([len(batch) for batch in batches]))
 

@@ -149,22 +149,22 @@ class Blocks:
 
     Args:
         bits: 8, 7, 6, 5, 4, 2 or 1.
-        size: entries that share a step.
         stochastic: round at random so that the result is x on average, instead of to the nearest.
 
     Raises:
-        ValueError: if ``bits`` or ``size`` is not one of these, or 1 bit is to be stochastic.
+        ValueError: if ``bits`` is not one of these, or 1 bit is to be stochastic.
     """
 
-    def __init__(self, bits: int, size: int = 64, *, stochastic: bool = False) -> None:
-        if bits not in LEVELS or size < 1 or (stochastic and bits == 1):
-            raise ValueError(f"no quantiser of bits={bits}, size={size}, stochastic={stochastic}")
+    size = align = 64  # entries that share a step
+
+    def __init__(self, bits: int, *, stochastic: bool = False) -> None:
+        if bits not in LEVELS or (stochastic and bits == 1):
+            raise ValueError(f"no quantiser of bits={bits}, stochastic={stochastic}")
         self.bits, self.stochastic = bits, stochastic
-        self.size = self.align = size
         self.levels = LEVELS[bits]
         self.width = bits // math.gcd(bits, 8)  # bytes of a word
         self.per_word = 8 // math.gcd(bits, 8)  # levels in it, blocks of a group
-        self.group = size * self.per_word
+        self.group = self.size * self.per_word
         self._word = torch.int8 if self.width == 1 else torch.int32 if self.width <= 4 else torch.int64
         # The largest bfloat16 (8 significant bits) whose product with the highest level is finite.
         mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / self.levels)

@@ -24,7 +24,7 @@ from edgc.compressors.base import compressible, mean_bits
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.ddp.hook import Handle, Scaler, Slot, hook, matrix_shape
 from edgc.engine import Engine, Observer
-from edgc.entropy.kinds import embeddings
+from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from edgc.compressors import Gradient
 from edgc.compressors.base import compressible
@@ -168,3 +168,21 @@ class EntropyMeter:
 
 def _combined(entropies: Sequence[tuple[float, int]]) -> float:
     return combine([value for value, _ in entropies], [size for _, size in entropies])
+
+
+def embeddings(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of ``module`` that look tokens or positions up, or that turn hidden states into logits.
+
+    They are the weights of ``nn.Embedding``, ``nn.EmbeddingBag`` and Megatron's embedding, whatever is tied to them,
+    what Megatron marks as embedding or output, and what ``get_output_embeddings()`` gives (Hugging Face). An output
+    layer that nothing of this names counts as a layer.
+    """
+    result: set[nn.Parameter] = set()
+    for part in module.modules():  # Megatron's own embedding is no nn.Embedding
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or type(part).__name__ == "VocabParallelEmbedding":
+            result.update(part.parameters(recurse=False))
+    result.update(part for part in module.parameters() if getattr(part, "is_embedding_or_output_parameter", False))
+    output = getattr(module, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Module):
+        result.update(output.parameters(recurse=False))
+    return result

@@ -15,7 +15,7 @@ from edgc.compressors.base import compressible, mean_bits
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.settings import PolicyConfig
 from edgc.engine import Engine, Observer
-from edgc.entropy.kinds import embeddings
+from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment, CompressedBucketGroup
 from edgc.megatron.embedding import fuse

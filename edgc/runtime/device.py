@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from edgc.lazy import Tensor, torch
 
 _masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
 _LIBRARIES = ("cuda", "mkldnn")
 _EXACT = {"none", "ieee", "highest"}
 
@@ -87,7 +84,8 @@ def masked_path(on: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def own_modes(*, waited_for: bool = True) -> Iterator[None]:
     """Work without autograd, autocast or inference mode inside and, if the caller's thread waits, neither with
-    deterministic algorithms, of which this library has no others, nor with products of less than fp32."""
+    deterministic algorithms, of which this library has no others, nor with products of less than fp32. Also a decorator
+    of entries of the library."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -102,17 +100,6 @@ def own_modes(*, waited_for: bool = True) -> Iterator[None]:
             stack.enter_context(_whole_products())
         stack.enter_context(torch.no_grad())
         yield
-
-
-def in_own_modes(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate an entry of the library that the caller waits for."""
-
-    @wraps(function)
-    def inside(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
-        with own_modes():
-            return function(*arguments, **options)
-
-    return inside
 
 
 def reduced_products() -> bool:

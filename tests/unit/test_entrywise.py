@@ -6,9 +6,7 @@ A law that every method keeps belongs into :mod:`tests.contract`, a property of 
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +19,11 @@ from edgc import EDGCConfig
 from edgc.checkpoints.saved_state import compare_settings
 from edgc.compressors import Channel, Gradient
 from edgc.compressors.entrywise.quantize import QuantizeConfig
-from edgc.compressors.entrywise.sparse import RandomKConfig, SparseConfig, TopKConfig, chosen, draw, largest
+from edgc.compressors.entrywise.sparse import RandomKConfig, SparseConfig, chosen, draw, largest
 from edgc.compressors.natural import NaturalConfig, Powers
 from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
-from tests import examples
 from tests.lockstep import reduce_together
 
 WORKERS = 3
@@ -48,29 +45,6 @@ def gradients(step: int, worker: int) -> list[Gradient]:
 
 def everyone(step: int) -> list[list[Gradient]]:
     return [gradients(step, worker) for worker in range(WORKERS)]
-
-
-@pytest.mark.parametrize("name", examples.FOUND)
-def test_settings_reach_the_compressor(name: str) -> None:
-    compressor: Any = examples.config_of(name, min_compression_elements=77, seed=5).build()
-    options = examples.settings_of(name)
-    assert getattr(compressor, "min_elements", 77) == 77
-    assert not getattr(compressor, "draws_at_random", False) or compressor.seed == 5
-    if "density" in options:
-        assert compressor.config.density == options["density"]
-    if name not in ("none", "bf16"):  # those have no settings of their own
-        assert compressor.config.min_compression_elements == 77
-    for key in ("factor_dtype", "error_dtype", "one_sided", "error_feedback"):
-        assert key not in options or getattr(compressor.config, key) == options[key], key
-    for key in {"one_sided", "error_feedback"} & options.keys():
-        assert getattr(compressor, key) == options[key], key
-    if "error_dtype" in options:
-        compressor.reduce([Gradient("p", torch.randn(40, 50))], Channel(None), 4)
-        assert compressor.errors["p"].dtype == torch.bfloat16
-    if "bits" in options:
-        stochastic = options["rounding"] == "stochastic"
-        assert (compressor.quantiser.bits, compressor.quantiser.stochastic) == (options["bits"], stochastic)
-        assert compressor.error_feedback != stochastic
 
 
 @both
@@ -101,18 +75,6 @@ def test_error_feedback_is_on_unless_it_is_switched_off(method: str) -> None:
 
 
 # ------------------------------------------------------------------ which entries are sent
-
-
-@pytest.mark.parametrize("kind", [TopKConfig, RandomKConfig])
-def test_where_all_entries_are_sent_the_mean_is_exact(kind: type[EDGCConfig]) -> None:
-    """Of whole numbers, whose sums are exact in any order."""
-    workers = [kind(density=1.0, min_compression_elements=1).build() for _ in range(3)]
-    drawn = [torch.randint(-100, 101, (3, 40, 50), generator=torch.Generator().manual_seed(s)) for s in range(2)]
-    for matrices in (3.0 * whole for whole in drawn):
-        gradients = [[Gradient("p", matrix.clone())] for matrix in matrices]
-        reduce_together(workers, gradients, 4)
-        assert all(torch.equal(own[0].tensor, matrices.mean(0)) for own in gradients)
-        assert not any(bool(error.any()) for worker in workers for error in worker.kept.values())
 
 
 @settings(max_examples=80, deadline=None)
@@ -178,19 +140,6 @@ def test_the_density_falls_as_in_the_paper() -> None:
     assert [constant.density_after(step) for step in (0, 1, 1000)] == [0.3] * 3
 
 
-@both
-def test_as_many_entries_are_sent_as_the_density_of_the_step_says(method: str) -> None:
-    """Of a parameter that joins later, from the beginning."""
-    compressors = made(method)
-    for step in range(7):
-        reduce_together(compressors, [own[: 2 if step < 2 else 3] for own in everyone(step)], 4)
-        for compressor in compressors:
-            for name, since, size in (("a", 0, 1200), ("b", 2, 400)):
-                if step >= since:
-                    share = 0.25 * (0.02 / 0.25) ** (min(step - since, 4) / 4)
-                    assert int((compressor.errors[name] == 0).sum()) == chosen(size, share)
-
-
 def test_the_cost_gate_times_the_density_after_the_warm_up() -> None:
     config = EDGCConfig(method="topk", cost_gate=True, **DGC)
     engine = Engine(config, stage=0, shapes=[list(SHAPES.values())[::2]], iterations=10)
@@ -202,63 +151,40 @@ def test_the_cost_gate_times_the_density_after_the_warm_up() -> None:
 # ------------------------------------------------------------------ momentum correction
 
 
-class Reference:
-    """Sections 3.2 and 3.3 of the paper with u dampened, in fp64, entry by entry; what goes dense is not masked."""
-
-    def __init__(self, momentum: float) -> None:
-        self.momentum = momentum
-        self.u = [{name: [0.0] * _size(name) for name in SHAPES} for _ in range(WORKERS)]
-        self.v = copy.deepcopy(self.u)
-
-    def step(self, given: list[list[Gradient]], choose: Callable[[str, list[float]], list[int]]) -> dict[str, Any]:
-        means = {}
-        for i, name in enumerate(SHAPES):
-            mean = [0.0] * _size(name)
-            for u, v, own in zip(self.u, self.v, given, strict=True):
-                for k, g in enumerate(own[i].tensor.flatten().tolist()):
-                    u[name][k] = self.momentum * u[name][k] + (1 - self.momentum) * g
-                    v[name][k] += u[name][k]
-                for k in choose(name, v[name]) if name in MATRICES else range(len(mean)):
-                    mean[k] += v[name][k] / WORKERS
-                    v[name][k] = 0.0
-                    if name in MATRICES:
-                        u[name][k] = 0.0
-            means[name] = mean
-        return means
-
-
-def _size(name: str) -> int:
-    return int(torch.Size(SHAPES[name]).numel())
-
-
-def _close(tensor: Tensor, values: list[float]) -> bool:
-    return torch.allclose(tensor.flatten().double(), torch.tensor(values, dtype=torch.float64), rtol=1e-4, atol=1e-6)
-
-
 @both
 def test_against_the_algorithm_written_plainly(method: str) -> None:
-    compressors, reference = made(method), Reference(0.9)
+    """Sections 3.2 and 3.3 of the paper with u dampened, in fp64; what goes dense is not masked."""
+    compressors = made(method)
+    us, vs = (
+        {(i, n): torch.zeros(s, dtype=torch.float64) for i in range(WORKERS) for n, s in SHAPES.items()} for _ in "uv"
+    )
     for step in range(12):
         share = 0.25 * (0.02 / 0.25) ** (min(step, 4) / 4)
-
-        def choose(name: str, v: list[float], share: float = share) -> list[int]:
-            k = round(share * len(v))
-            if method == "topk":
-                return sorted(range(len(v)), key=lambda place: -abs(v[place]))[:k]
-            return [int(place) for place in draw(len(v), k, compressors[0]._generator(name))]
-
-        expected = reference.step(everyone(step), choose)
+        expected = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
         given = everyone(step)
+        for worker, own in enumerate(given):
+            for g in own:
+                u, v = us[worker, g.name].view(-1), vs[worker, g.name].view(-1)
+                v += u.mul_(0.9).add_(0.1 * g.tensor.view(-1).double())
+                sent, k = slice(None), round(share * len(v))
+                if g.name in MATRICES:
+                    drawn = draw(len(v), k, compressors[0]._generator(g.name)) if method == "randomk" else None
+                    sent = v.abs().topk(k).indices if drawn is None else drawn  # type: ignore[assignment]
+                    u[sent] = 0
+                expected[g.name].view(-1)[sent] += v[sent] / WORKERS
+                v[sent] = 0
         reduce_together(compressors, given, 4)
-        for i, name in enumerate(SHAPES):
-            assert all(torch.equal(own[i].tensor, given[0][i].tensor) for own in given), "replicas differ"
-            assert _close(given[0][i].tensor, expected[name]), (step, name)
-            for compressor, u, v in zip(compressors, reference.u, reference.v, strict=True):
-                velocity = compressor.velocities.tensors[name]
-                assert _close(velocity, u[name])
-                if name in MATRICES:
-                    assert _close(compressor.errors[name], v[name])
-                assert step or torch.equal(velocity == 0, compressor.errors.get(name, torch.ones(30)) == 0), "masked"
+        for worker, (compressor, own) in enumerate(zip(compressors, given, strict=True)):
+            for g in own:
+                assert torch.equal(g.tensor, given[0][list(SHAPES).index(g.name)].tensor), "replicas differ"
+                assert close(g.tensor, expected[g.name]), (step, g.name)
+                assert close(compressor.velocities.tensors[g.name], us[worker, g.name])
+                if g.name in MATRICES:
+                    assert close(compressor.errors[g.name], vs[worker, g.name])
+
+
+def close(tensor: Tensor, other: Tensor) -> bool:
+    return torch.allclose(tensor.double(), other, rtol=1e-4, atol=1e-6)
 
 
 @both
@@ -304,19 +230,6 @@ def test_a_state_without_velocities_is_refused_where_there_is_momentum() -> None
     assert not compare_settings(saved, EDGCConfig(method="topk", density=0.02), allowed=False)
 
 
-def test_a_state_from_before_goes_on_with_the_same_bits() -> None:
-    """One that topk saved when it had neither momentum nor warm-up."""
-    first, second = made("topk", 2, momentum=0.0, density_warmup_steps=0)
-    results: list[list[Tensor]] = []
-    first.reduce(gradients(0, 0), Channel(None), 4)
-    second.load_state_dict({"errors": {name: e.clone() for name, e in first.errors.items()}, "counts": {}})
-    for compressor in (first, second):
-        mine = gradients(1, 0)
-        compressor.reduce(mine, Channel(None), 4)
-        results.append([g.tensor for g in mine])
-    assert all(map(torch.equal, *results))
-
-
 @pytest.mark.parametrize("rank", [4, None])
 def test_a_state_of_another_model_is_refused(rank: int | None) -> None:
     for shape, what in (((30, 40), "error feedback of p"), ((30,), "the velocity of p")):
@@ -332,7 +245,7 @@ def test_a_state_of_another_model_is_refused(rank: int | None) -> None:
 # ------------------------------------------------------------------ rounding at random
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 5, 4, 2])
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     """1024 means of 400 within 6 typical standard errors; rounding to the nearest is far outside."""
     matrices = [torch.randn(16, 64, generator=torch.Generator().manual_seed(worker)) for worker in range(2)]
@@ -400,19 +313,6 @@ def test_what_is_not_finite_stays_so_and_nothing_else_becomes_it(bad: float) -> 
     message = torch.empty(Powers().bytes(len(x)), dtype=torch.uint8)
     Powers().pack(x, message)
     assert not Powers().finite(message)
-
-
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 1000])
-def test_nine_bits_an_entry_and_the_rest_is_kept(length: int) -> None:
-    x, powers = torch.randn(length, generator=torch.Generator().manual_seed(3)), Powers()
-    assert powers.bytes(length) == 9 * math.ceil(length / 8)
-    message = torch.empty(powers.bytes(length) + 18, dtype=torch.uint8)
-    kept, out, twice = torch.empty_like(x), torch.empty_like(x), torch.ones_like(x)
-    powers.pack(x, message, residual=kept)
-    powers.unpack(message, out)
-    assert torch.equal(out + kept, x) and bool(kept.any())
-    powers.unpack(message, twice, weight=0.5, add=True)
-    assert torch.equal(twice, 1 + 0.5 * out)
 
 
 def test_the_mean_of_two_workers_has_the_variance_of_its_two_roundings() -> None:

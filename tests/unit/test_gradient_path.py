@@ -60,23 +60,19 @@ def passed(threads: list[list[Call]]) -> set[str]:
     return {file for calls in threads for file, _ in calls}
 
 
-def paths() -> dict[str, set[str]]:
-    """The files that a gradient of every method passes, by the name of its example."""
+def paths() -> tuple[dict[str, set[str]], list[set[str]]]:
+    """The files that a gradient of every method passes, by the name of its example; and those of one method without and
+    with something due."""
     settings = {name: {**examples.settings_of(name), "window": 50} for name in examples.FOUND}
     settings["powersgd one-sided int4"] = {**settings["powersgd one-sided"], "factor_dtype": "int4"}
-    return {name: passed(calls_of(values, QUIET)) for name, values in settings.items()}
+    each = {name: passed(calls_of(values, QUIET)) for name, values in settings.items()}
+    return each, [passed(calls_of({"method": "powersgd", "rank": 4}, iteration)) for iteration in (QUIET, DUE)]
 
 
-def test_a_gradient_of_every_method_passes_few_files() -> None:
-    for files_of in run_workers(2, paths):
+def test_a_gradient_passes_few_files_and_what_measures_only_where_something_is_due() -> None:
+    for files_of, due in run_workers(2, paths):
         for name, files in files_of.items():
             assert {"ddp/hook.py", "buckets.py", "engine.py", "runtime/channel.py", "compressors/base.py"} < files
             assert len(files) <= 10, name
-
-
-def test_only_an_iteration_in_which_something_is_due_asks_what_measures() -> None:
-    for due in (False, True):
-        settings = {"method": "powersgd", "rank": 4}
-        for threads in run_workers(2, calls_of, settings, DUE if due else QUIET):
-            files = passed(threads)
-            assert ("monitor.py" in files) == ("measurement/mean_error.py" in files) == due
+        for asked, files in enumerate(due):
+            assert ("monitor.py" in files) == ("measurement/mean_error.py" in files) == bool(asked)

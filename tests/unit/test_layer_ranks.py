@@ -1,4 +1,6 @@
-"""Ranks of single matrices: the best use of a stage's bytes, the same on all its workers, through a resume."""
+"""Ranks by policy ``spectral``: of single matrices the best use of a stage's bytes, the same on all workers, through a
+resume; and one for a stage. Without error feedback, so that what is left over is what the spectra say; with it, see
+``test_mean_error.py``."""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from hypothesis import strategies as st
 
 from edgc.compressors import Gradient
 from edgc.control.layer_ranks import allocate
+from edgc.control.policies.spectral import SpectralConfig
 from edgc.engine import Engine
 from edgc.sections import EntropyConfig
-from tests.unit import test_spectral_engine
 from tests.workers import run_workers
 
 
@@ -62,8 +64,19 @@ def test_all_to_the_matrix_that_needs_it() -> None:
 
 # --------------------------------------------------------------------- in an engine, on two workers
 
-CONFIG = replace(
-    test_spectral_engine.CONFIG, per_layer=True, target_error=0.9, entropy=EntropyConfig(iteration_rate=1.0)
+CONFIG = SpectralConfig(
+    r_max=16,
+    r_min=4,
+    window=4,
+    step_limit=100,
+    target_error=0.9,
+    per_layer=True,
+    smoothing=1.0,
+    warmup_fraction=0.0,
+    warmup_limit_fraction=0.0,
+    min_compression_elements=64,
+    error_feedback=False,
+    entropy=EntropyConfig(iteration_rate=1.0),
 )
 SHAPES = {"flat": (64, 96), "steep": (96, 64)}
 SCALES = {"flat": 60.0, "steep": 2.0}  # singular values exp(-k / scale)
@@ -103,13 +116,31 @@ def drive(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
     return told
 
 
+def settled() -> list[tuple[int | None, float | None]]:
+    """The one rank of a stage, and the worker's error, where both workers reduce matrices with singular values
+    exp(-k / 8)."""
+    config = replace(CONFIG, per_layer=False, target_error=0.3)
+    engine, told = Engine(config, stage=0, shapes=[[*SHAPES.values()]], iterations=ITERATIONS), []
+    matrices = {}
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        generator = torch.Generator().manual_seed(seed)
+        u, v = (torch.linalg.qr(torch.randn(side, 64, generator=generator)).Q for side in shape)
+        matrices[name] = (u * torch.exp(-torch.arange(64) / 8.0)) @ v.T
+    for _ in range(ITERATIONS):
+        engine.reduce([Gradient(name, matrix.clone()) for name, matrix in matrices.items()], None)
+        engine.end_iteration()
+        assert engine.last is not None
+        told.append((engine.last.rank, engine.last.statistics.worker_error))
+    return told
+
+
 def cases() -> dict[str, Any]:
     whole = drive(engine_of(), 1, ITERATIONS)
     before = engine_of()
     resumed = drive(before, 1, 18)
     after = engine_of()
     after.load_state_dict(before.state_dict())
-    return {"whole": whole, "resumed": resumed + drive(after, 19, ITERATIONS)}
+    return {"whole": whole, "resumed": resumed + drive(after, 19, ITERATIONS), "settled": settled()}
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +163,13 @@ def test_ranks_move_to_the_matrix_that_needs_them_within_the_bytes(workers: list
     last, before = workers[0]["whole"][-2], workers[0]["whole"][-3]  # no window ends here
     factors = sum(before["ranks"][name] * sum(SHAPES[name]) for name in SHAPES)
     assert last["bytes"] == 4 * factors, "two workers send each factor once, in fp32"
+
+
+def test_the_rank_settles_where_the_true_error_meets_the_target(workers: list[dict[str, Any]]) -> None:
+    squares = torch.exp(-torch.arange(64) / 4.0)
+    true = {rank: float((squares[rank:].sum() / squares.sum()).sqrt()) for rank in (8, 12)}
+    assert true[8] > 0.3 >= true[12]
+    for worker in workers:
+        ranks, errors = zip(*worker["settled"], strict=True)
+        assert ranks[:4] == (None,) * 4 and ranks[-16:] == (12,) * 16
+        assert errors[-1] == pytest.approx(true[12], rel=0.02)

@@ -1,4 +1,4 @@
-"""edgc.measurement.report: what a stage's reductions took, from what its ranks have kept."""
+"""edgc.measurement.report: what a stage's reductions took, and its error curve, from what its ranks have kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from edgc.compressors import Statistics
-from edgc.measurement.report import WindowTimes, stage_seconds
+from edgc.measurement.report import Window, WindowTimes, report, stage_seconds
 from edgc.runtime.channel import Stopwatch
 
 NAN = math.nan
@@ -73,3 +73,13 @@ def test_noise_of_single_iterations_does_not_move_the_median_far() -> None:
     for _ in range(300):
         rows = [(0.0, [generator.gauss(1.0, 0.1) + (generator.random() < 0.2) for _ in range(64)])] * 2
         assert abs(stage_seconds(rows) - 1.0) < 0.15
+
+
+def test_error_curves_are_the_mean_over_the_ranks_of_a_stage() -> None:
+    rows = []
+    for stage, curve in ((0, (0.8, 0.5)), (1, None), (0, (0.6, 0.1)), (0, (NAN, 0.7))):
+        window = Window(4)
+        window.curve = curve
+        rows.append(window.row(stage, (4, 8), False, NAN, NAN, NAN))
+    found, _ = report(rows, 2, (4, 8), watches=False, probed=False, gate=())
+    assert found.error_curve == (pytest.approx((0.7, 0.3)), None)

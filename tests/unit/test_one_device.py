@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.entropy.on_device import ESTIMATES, estimate_rows
-from edgc.measurement.sketch import sketches
+from edgc.measurement.mean_error import sketches
 from edgc.runtime.device import HostCopy
 from edgc.timing import benchmark
 from experiments.bench.engines import Mirror

@@ -5,32 +5,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.compressors import Channel, Gradient
-from edgc.compressors.base import compressible
-from edgc.compressors.powersgd import saves_bytes
+from edgc.compressors.powersgd import passes
 from edgc.compressors.powersgd.algorithm import PowerSGD
-from edgc.compressors.powersgd.passes import RowBlocks
-from edgc.compressors.powersgd.simple import SimplePowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
-from tests.lockstep import Room, reduce_together
+from experiments.bench.engines import Mirror, TorchHook, name, views
+from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
-from tests.workers import run_workers, same
+from tests.workers import same
 
 SHAPES = [(96, 64), (64, 96), (40, 40), (7, 300), (40, 40), (33,), (3, 5), (1, 50), (2, 3, 4), (0, 4)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,15 +38,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one-sided int4": {"one_sided": True, "factor_dtype": "int4"},
     "bf16 errors": {"error_dtype": "bf16"},
 }
+both_paths = pytest.mark.parametrize("on_gpu", [False, True])
 # What a step may lose of ||M||: rounding of fp32, of sums and means of bf16 factors, of E to bf16.
 LOST = {"bf16": 2**-7, "bf16 errors": 2**-8}
-
-
-class OnGPU(PowerSGD):
-    """Takes the way of a GPU on a CPU: batches, no decisions."""
-
-    def _decides(self, device: torch.device) -> bool:
-        return False
 
 
 def draw(worker: int, step: int, scale: float = 1.0, shapes: Any = SHAPES) -> list[Gradient]:
@@ -60,70 +52,52 @@ def total(tensors: Any) -> Tensor:
     return torch.cat([tensor.double().reshape(-1) for tensor in tensors])
 
 
-# --------------------------------------------------------------------- what is sent
+# --------------------------------------------------------------------- beside other forms
 
 
-def test_one_sided_sends_one_factor_a_step() -> None:
-    compressor = power_sgd(min_elements=64, one_sided=True)
-    sent = []
-
-    class Counting(Channel):
-        def mean_(self, tensor: Tensor) -> None:
-            sent.append(tensor.numel())
-
-    for step in range(3):
-        compressor.reduce(draw(0, step, shapes=[(96, 64), (50, 80), (7,)]), Counting(None), 4)
-    left, right = 4 * (96 + 50) + 7, 4 * (64 + 80) + 7
-    assert sent == [left, right, left]
-
-
-@pytest.mark.parametrize("way", [PowerSGD, OnGPU])
+@both_paths
 @pytest.mark.parametrize(
     ("world", "options"), [(1, {}), (3, {}), (2, {"orthonormal_q": True}), (2, {"one_sided": True})], ids=str
 )
-def test_agrees_with_the_papers_algorithm(world: int, options: dict[str, Any], way: type[PowerSGD]) -> None:
-    """In fp64, for all workers in one place; one-sided a step of it finds what two steps of one factor each find."""
+def test_agrees_with_the_papers_algorithm(world: int, options: dict[str, Any], on_gpu: bool) -> None:
+    """Vogels et al., NeurIPS 2019, algorithms 1 and 2 in fp64, for all workers in one place; one-sided a step finds one
+    factor, else both in turn."""
     shape, rank = (30, 50), 4
-    workers = [power_sgd(way, min_elements=1, **options) for _ in range(world)]
-    simple = SimplePowerSGD(random_factor(0, 1, "p0", shape[1], rank).double(), world)
-    p = torch.zeros(shape[0], rank, dtype=torch.float64)
+    workers = [power_sgd(min_elements=1, **options) for _ in range(world)]
+    factor, turned = random_factor(0, 1, "p0", shape[1], rank).double(), False
+    errors = [torch.zeros(shape, dtype=torch.float64)] * world
     for step in range(10):
         gradients = [draw(w, step, shapes=[shape]) for w in range(world)]
-        owed = simple.errors or [torch.zeros(shape, dtype=torch.float64)] * world
-        inputs = [own[0].tensor.double() + error for own, error in zip(gradients, owed, strict=True)]
-        if workers[0].one_sided:
-            known = torch.linalg.qr(p if step % 2 else simple.q).Q
-            factors = [m.T @ known if step % 2 else m @ known for m in inputs]
-            other = torch.stack(factors).mean(0)
-            parts = [known @ f.T if step % 2 else f @ known.T for f in factors]
-            mean = torch.stack(parts).mean(0)
-            simple.errors = [m - part for m, part in zip(inputs, parts, strict=True)]
-            p, simple.q = (p, other) if step % 2 else (other, simple.q)
-        else:
-            mean = simple.reduce([own[0].tensor.double() for own in gradients])
-        statistics = reduce_together(workers, gradients, rank)
-        for worker, (own, error, m) in enumerate(zip(gradients, simple.errors, inputs, strict=True)):
+        inputs = [own[0].tensor.double() + error for own, error in zip(gradients, errors, strict=True)]
+        for _ in range(1 if workers[0].one_sided else 2):
+            basis = torch.linalg.qr(factor).Q
+            factors = [(m.T if turned else m) @ basis for m in inputs]
+            parts = [basis @ f.T if turned else f @ basis.T for f in factors]
+            factor, turned = torch.stack(factors).mean(0), not turned
+        mean, errors = torch.stack(parts).mean(0), [m - part for m, part in zip(inputs, parts, strict=True)]
+        with masked_path(on_gpu):
+            statistics = reduce_together(workers, gradients, rank)
+        for worker, said, own, error, m in zip(workers, statistics, gradients, errors, inputs, strict=True):
             assert (own[0].tensor - mean).norm() < 1e-4 * mean.norm()
-            assert (workers[worker].errors["p0"] - error).norm() < 1e-4 * m.norm()
-            assert float(statistics[worker].error_sq) == pytest.approx(float(error.square().sum()), rel=1e-4)
-            assert float(statistics[worker].input_sq) == pytest.approx(float(m.square().sum()), rel=1e-5)
+            assert (worker.errors["p0"] - error).norm() < 1e-4 * m.norm()
+            assert float(said.error_sq) == pytest.approx(float(error.square().sum()), rel=1e-4)
+            assert float(said.input_sq) == pytest.approx(float(m.square().sum()), rel=1e-5)
 
 
-def test_the_choice_of_q_changes_bits_and_loses_nothing() -> None:
-    """That factors in integers lose nothing with either choice is told by the sum of what was sent and is kept."""
-    results = []
-    for choice in (None, False):
-        pair = [power_sgd(factor_dtype="int8", orthonormal_q=choice) for _ in range(2)]
-        owed = torch.zeros(64, 48, dtype=torch.float64)
-        for step in range(6):
-            gradients = [draw(w, step, shapes=[(64, 48)]) for w in range(2)]
-            owed += torch.stack([own[0].tensor.double() for own in gradients]).mean(0)
-            reduce_together(pair, gradients, 8)
-            owed -= gradients[0][0].tensor.double()
-        errors = torch.stack([worker.errors["p0"].double() for worker in pair]).mean(0)
-        assert float((owed - errors).norm()) < 1e-5 * float(errors.norm())
-        results.append(gradients[0][0].tensor)
-    assert not torch.equal(*results)
+def test_agrees_with_torchs_hook() -> None:
+    """Same first Q, same rank; its error feedback is ours where there is one worker, and in the mean where there are
+    more (``unit/test_audit.py``)."""
+    shapes = [(30, 40), (40, 20), (30, 40)]
+    hook, worker = TorchHook(shapes, 4, None, torch.empty(0)), power_sgd(min_elements=1)
+    for step in range(20):
+        buffer = total(gradient.tensor for gradient in draw(0, step, shapes=shapes)).float()
+        theirs = buffer.clone()
+        hook.step(theirs)
+        worker.reduce([Gradient(name(i), view) for i, view in enumerate(views(buffer, shapes))], Channel(None), 4)
+        assert (buffer - theirs).norm() < 1e-4 * theirs.norm(), step
+
+
+def test_one_sided_the_known_factor_is_always_orthonormal() -> None:
     with pytest.raises(UserError, match="orthonormal_q"):
         power_sgd(one_sided=True, orthonormal_q=False)
 
@@ -144,7 +118,7 @@ def test_an_overflow_in_the_second_message_changes_no_state_either() -> None:
     assert same(before, compressor.state_dict())
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
+@both_paths
 @pytest.mark.parametrize("options", [{}, {"factor_dtype": "bf16"}, {"one_sided": True}], ids=str)
 def test_a_parameter_without_gradients_for_long_can_have_some_again(options: dict[str, Any], on_gpu: bool) -> None:
     """Its error feedback is sent bit by bit, until what is left is too small for a power of two of fp32 to scale."""
@@ -162,7 +136,7 @@ def test_a_parameter_without_gradients_for_long_can_have_some_again(options: dic
     assert float((got * came).sum() / (got.norm() * came.norm())) > 0.1, "what comes then gets across"
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
+@both_paths
 @pytest.mark.parametrize("change", ["rank", "buckets"])
 def test_a_step_given_up_after_a_change_leaves_what_a_loss_scale_rescales(change: str, on_gpu: bool) -> None:
     worker = power_sgd(min_elements=64)
@@ -192,63 +166,14 @@ def test_a_step_given_up_after_a_change_leaves_what_a_loss_scale_rescales(change
         assert float((left - owed[gradient.name]).norm()) < 1e-5 * float(owed[gradient.name].norm())
 
 
-@pytest.mark.parametrize("first", [0.0, math.inf])
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("compressor", [PowerSGD, OnGPU])
-def test_one_sided_after_a_first_gradient_without_a_direction(
-    compressor: type[PowerSGD], deferred: bool, first: float
-) -> None:
-    """Zeros, as of LoRA's A, or a step that a loss scale made infinite: there is no factor yet to go on with."""
-    workers = [power_sgd(compressor, min_elements=64, one_sided=True) for _ in range(2)]
-    owed, sent = torch.zeros(40, 30, dtype=torch.float64), torch.zeros(40, 30, dtype=torch.float64)
-    for step in range(5):
-        gradients = [draw(w, step, shapes=[(40, 30)]) for w in range(2)]
-        if step == 0:
-            for own in gradients:
-                own[0].tensor.fill_(first)
-        counts = step > 0 or first == 0
-        if counts:
-            owed += torch.stack([own[0].tensor.double() for own in gradients]).mean(0)
-        for worker in workers:
-            worker.deferred = deferred
-        # Memory that was freed holds other bits on every worker: none of them may be read.
-        junk = [torch.full((4096,), float(7 * step + i)) for i in range(9)]
-        del junk
-        reduce_together(workers, gradients, 4)
-        for worker in workers:
-            worker.settle(counts)
-        one, other = (own[0].tensor for own in gradients)
-        assert torch.equal(one.nan_to_num(), other.nan_to_num())
-        assert bool(one.isfinite().all()) == counts
-        if counts:
-            sent += one.double()
-    left = torch.stack([worker.errors["p0"].double() for worker in workers]).mean(0)
-    assert float((owed - sent - left).norm()) < 1e-5 * float(owed.norm())
-    assert float(sent.norm()) > 0.1 * float(owed.norm()), "nothing gets across"
-
-
-@pytest.mark.parametrize("rank", [20, 28, 32])
-@pytest.mark.parametrize(("factors", "bits"), [("fp32", 32), ("bf16", 16), ("int6", 6.25)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_never_more_bytes_than_the_gradients_own(dtype: torch.dtype, factors: str, bits: float, rank: int) -> None:
-    """bf16 gradients have half the bytes of fp32 factors' matrices."""
-    dense = 64 * 64 * dtype.itemsize
-    workers = [power_sgd(min_elements=64, factor_dtype=factors) for _ in range(2)]
-    room = Room(2)
-    sizes: list[int] = []
-    for name in ("mean_", "all_to_all"):
-        original = getattr(room.channels[0], name)
-
-        def count(*tensors: Tensor, original: Any = original) -> None:
-            sizes.append(tensors[-1].nbytes)
-            original(*tensors)
-
-        setattr(room.channels[0], name, count)
-    gradients = [[Gradient("p", torch.randn(64, 64).to(dtype))] for _ in range(2)]
-    statistics = reduce_together(workers, gradients, rank, room)
-    assert statistics[0].compressed == (bits * rank * 128 < 8 * dense)
-    # The mean of quantised factors goes round a second time, in blocks that are filled up.
-    assert sum(sizes) <= dense * (1.05 if factors.startswith("int") else 1)
+def test_never_more_bytes_than_the_gradients_own(dtype: torch.dtype) -> None:
+    """bf16 gradients have half the bytes of fp32 factors' matrices. (What factors take: ``test_contract.py``.)"""
+    for (factors, bits), rank in product((("fp32", 32), ("bf16", 16), ("int6", 6.25)), (20, 28, 32)):
+        worker = power_sgd(min_elements=64, factor_dtype=factors)
+        [gradient] = draw(0, 0, shapes=[(64, 64)])
+        statistics = worker.reduce([Gradient("p", gradient.tensor.to(dtype))], Channel(None), rank)
+        assert statistics.compressed == (bits * rank * 128 < 8 * dtype.itemsize * 64 * 64), (factors, rank)
 
 
 # --------------------------------------------------------------------- state
@@ -291,10 +216,6 @@ def test_neither_buckets_nor_their_order_matter() -> None:
             apart.reduce(part, Channel(None), 4)
         assert torch.equal(total(g.tensor for g in one), total(g.tensor for g in other))
     assert same(together.state_dict(), apart.state_dict())
-    # The workspaces of cuts and ranks that are gone are gone as well.
-    assert len({id(w) for w in apart._workspaces.values()}) == 2
-    apart.reduce(draw(0, 9), Channel(None), 8)
-    assert len({id(w) for w in apart._workspaces.values()}) == 1
 
 
 # --------------------------------------------------------------------- warm start
@@ -356,16 +277,15 @@ def test_without_warm_start_or_error_feedback_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("key", ["fp32", "bf16", "int6", "one-sided int4", "bf16 errors"])
-@pytest.mark.parametrize("way", [PowerSGD, OnGPU])
-def test_statistics_and_spectra(key: str, way: type[PowerSGD]) -> None:
+@both_paths
+def test_spectra(key: str, on_gpu: bool) -> None:
     shapes = {"p0": (40, 60), "p1": (60, 40), "p2": (60, 40), "p3": (8,)}
-    workers = [power_sgd(way, min_elements=64, **OPTIONS[key]) for _ in range(2)]
+    workers = [power_sgd(min_elements=64, **OPTIONS[key]) for _ in range(2)]
     for step in range(4):
         gradients = [draw(w, step, shapes=shapes.values()) for w in range(2)]
-        statistics = reduce_together(workers, gradients, 5)
-        for worker, own, measured in zip(workers, gradients, statistics, strict=True):
-            error_sq = sum(float(e.double().square().sum()) for e in worker.errors.values())
-            assert float(measured.error_sq) == pytest.approx(error_sq, rel=1e-2 if "errors" in key else 1e-4)
+        with masked_path(on_gpu):
+            reduce_together(workers, gradients, 5)
+        for worker, own in zip(workers, gradients, strict=True):
             spectra = worker.spectra()
             assert list(spectra) == ["p0", "p1", "p2"] and list(worker.spectra({"p1", "other"})) == ["p1"]
             for gradient in own[:3]:
@@ -391,14 +311,24 @@ def test_statistics_and_spectra(key: str, way: type[PowerSGD]) -> None:
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     rank=st.integers(1, 80),
     exponent=st.integers(-30, 30),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    on_gpu=st.booleans(),
     filled=st.sampled_from(["random", "transposed", "zero", "one column", "ones"]),
     key=st.sampled_from([key for key in OPTIONS if key != "one-sided int4"]),
     world=st.integers(1, 2),
 )
+@mock.patch.multiple(passes, _BLOCK=1000, _ROWS=7)  # several blocks in a matrix, the last one shorter
 def test_any_matrix(
-    shape: tuple[int, int], rank: int, exponent: int, dtype: torch.dtype, filled: str, key: str, world: int
+    shape: tuple[int, int],
+    rank: int,
+    exponent: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+    filled: str,
+    key: str,
+    world: int,
 ) -> None:
+    exponent = max(-2, min(3, exponent)) if dtype == torch.float16 else exponent
     workers = [power_sgd(min_elements=1, always_factor=True, **OPTIONS[key]) for _ in range(world)]
     for step in range(3):
         views = []
@@ -411,18 +341,19 @@ def test_any_matrix(
             matrix = (matrix * 10.0**exponent).to(dtype)
             views.append(matrix.T if filled == "transposed" else matrix)
         inputs = [v.double() + w.errors.get("w", torch.zeros(())).double() for v, w in zip(views, workers, strict=True)]
-        reduce_together(workers, [[Gradient("w", view)] for view in views], rank)
+        with masked_path(on_gpu):
+            reduce_together(workers, [[Gradient("w", view)] for view in views], rank)
         outputs = [view.double() for view in views]
         assert all(torch.isfinite(o).all() and torch.equal(o, outputs[0]) for o in outputs)
         after = sum(w.errors.get("w", torch.zeros(())).double() for w in workers) / world
         norm = max(m.norm() for m in inputs)
         # A vector is not factored and has no error feedback, so its rounding is lost.
-        lost = 2**-8 if dtype == torch.bfloat16 and min(shape) == 1 else LOST.get(key, 4e-6)
+        lost = 2**-8 if dtype != torch.float32 and min(shape) == 1 else LOST.get(key, 4e-6)
         # Below this nothing of a quantised or bf16 factor is left in its exponents.
         assert (outputs[0] + after - sum(inputs) / world).norm() <= lost * norm + 1e-37
 
 
-# --------------------------------------------------------------------- beside other forms
+# --------------------------------------------------------------------- over many steps
 
 WORLD, SHAPE, RANK = 4, (16, 24), 2
 
@@ -434,44 +365,19 @@ def gradients_of(step: int) -> Tensor:
     return 0.5 * common + torch.randn(WORLD, *SHAPE, generator=generator)
 
 
-def own_form(steps: int, **options: Any) -> list[float]:
-    workers = [power_sgd(min_elements=1, **options) for _ in range(WORLD)]
-    ratios = []
-    for step in range(steps):
-        statistics = reduce_together(workers, [[Gradient("w", gradient)] for gradient in gradients_of(step)], RANK)
-        error_sq, gradient_sq = (sum(float(getattr(s, key)) for s in statistics) for key in ("error_sq", "gradient_sq"))
-        ratios.append(error_sq / gradient_sq)
-    return ratios
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"error_dtype": "bf16"}, {"factor_dtype": "int4"}], ids=str)
-def test_the_own_form_stays_within_a_constant_of_the_gradient(options: dict[str, Any]) -> None:
-    ratios = own_form(1000, **options)
-    early, late = fmean(ratios[250:500]), fmean(ratios[750:])
-    assert late == pytest.approx(early, rel=0.1)
+def test_what_is_kept_stays_within_a_constant_of_the_gradient(options: dict[str, Any]) -> None:
+    workers, ratios = [power_sgd(min_elements=1, **options) for _ in range(WORLD)], []
+    for step in range(300):
+        statistics = reduce_together(workers, [[Gradient("w", gradient)] for gradient in gradients_of(step)], RANK)
+        ratios.append(sum(float(s.error_sq) for s in statistics) / sum(float(s.gradient_sq) for s in statistics))
+    early, late = fmean(ratios[100:200]), fmean(ratios[200:])
+    assert late == pytest.approx(early, rel=0.15)
     # A direction waits for its turn: about min(m, n) / r steps.
     assert max(ratios) < 4 * min(SHAPE) / RANK
 
 
-class Pretended(Channel):
-    """Two workers that send the same; collectives without memory of their own."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.world = 2
-
-    def mean_(self, tensor: Tensor) -> None:
-        pass
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> None:
-        output.copy_(source)
-
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        output.copy_(source.expand_as(output))
-
-    def finish(self) -> None:
-        pass
+# --------------------------------------------------------------------- memory
 
 
 def largest_allocation(folder: Path, step: Callable[[], Any]) -> int:
@@ -490,7 +396,7 @@ ROWS, COLUMNS, SMALL = 384, 512, 8
 
 def steady_state(dtype: torch.dtype, options: dict[str, Any]) -> Callable[[], Any]:
     """A reduction that has been done often enough, on gradients that are there."""
-    compressor, channel = power_sgd(min_elements=64, **options), Pretended()
+    compressor, channel = power_sgd(min_elements=64, **options), Mirror()
     generator = torch.Generator().manual_seed(0)
     shapes = [(ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS, ROWS), (64, 3000), (777,), (5, 7)]
     drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -525,105 +431,3 @@ ALLOWED = 8 * SMALL * SMALL + 4096
 )
 def test_steady_state_allocates_nothing(tmp_path: Path, options: dict[str, Any], dtype: torch.dtype) -> None:
     assert largest_allocation(tmp_path, steady_state(dtype, options)) <= ALLOWED
-
-
-def test_an_allocation_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = steady_state(torch.float32, {})
-    original = RowBlocks.right_factor
-
-    def wasteful(self: RowBlocks, x: Any, left: Tensor, out: Tensor) -> None:
-        original(self, x, left, out.clone())
-
-    monkeypatch.setattr(RowBlocks, "right_factor", wasteful)
-    assert largest_allocation(tmp_path, step) > ALLOWED
-
-
-class Bucket:
-    """What torch's hook asks of a DDP bucket."""
-
-    def __init__(self, flat: Tensor, shapes: Sequence[Sequence[int]]) -> None:
-        parts = flat.split([math.prod(shape) for shape in shapes])
-        self.flat, self.views = flat, [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
-        self.buffer, self.gradients = (lambda: self.flat), (lambda: self.views)
-        self.index, self.is_last = (lambda: 0), (lambda: True)
-
-
-def torch_hook(shapes: Sequence[Sequence[int]], rank: int) -> Callable[[Bucket], None]:
-    """torch's PowerSGD, beginning with the same random Q as ours."""
-    state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=2,
-        min_compression_rate=1,
-        orthogonalization_epsilon=0,
-    )
-    state.iter = 2
-    factored = [(i, tuple(s)) for i, s in enumerate(shapes) if compressible(s, 1) and saves_bytes(s, rank)]
-    # The hook goes through its matrices by shape, in the order in which the shapes come up.
-    by_shape = list(dict.fromkeys(shape for _, shape in factored))
-    factored.sort(key=lambda item: by_shape.index(item[1]))
-    qs = [random_factor(0, 1, f"p{i}", s[1], rank) for i, s in factored]
-    state.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in qs])
-    state.p_memory_dict[0] = torch.empty(sum(s[0] * rank for _, s in factored))
-
-    def reduce(bucket: Bucket) -> None:
-        powerSGD_hook.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
-
-    return reduce
-
-
-def our_hook(rank: int) -> Callable[[Bucket], None]:
-    compressor, channel = power_sgd(min_elements=1), Channel(None)
-
-    def reduce(bucket: Bucket) -> None:
-        gradients = [Gradient(f"p{i}", view) for i, view in enumerate(bucket.views)]
-        compressor.reduce(gradients, channel, rank)
-
-    return reduce
-
-
-def descend(
-    parameters: list[Tensor], loss: Callable[[int], Tensor], rate: float, hook: Callable[[Bucket], None]
-) -> list[float]:
-    """The mean loss of all workers over 50 steps of gradient descent with momentum."""
-    bucket = Bucket(torch.zeros(sum(p.numel() for p in parameters)), [p.shape for p in parameters])
-    for parameter, view in zip(parameters, bucket.views, strict=True):
-        parameter.grad = view
-    optimizer = torch.optim.SGD(parameters, lr=rate, momentum=0.9)
-    curve = []
-    for step in range(50):
-        bucket.flat.zero_()
-        value = loss(step)
-        value.backward()
-        hook(bucket)
-        optimizer.step()
-        mean_loss = value.detach().clone()
-        dist.all_reduce(mean_loss)
-        curve.append(float(mean_loss) / dist.get_world_size())
-    return curve
-
-
-def quadratic(hook: str) -> list[float]:
-    """Each worker has a least-squares problem of its own in two matrices and a vector."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    a, b = torch.randn(64, 30, generator=generator), torch.randn(20, 64, generator=generator)
-    target = torch.randn(64, 40, generator=generator)
-    shapes = [(30, 40), (40, 20), (64,)]
-    start = torch.Generator().manual_seed(7)
-    x, y, c = (torch.nn.Parameter(0.1 * torch.randn(s, generator=start)) for s in shapes)
-
-    def loss(step: int) -> Tensor:
-        return 0.5 * (a @ x / 5 + (y @ b).T / 4 + c[:, None] - target).square().mean()
-
-    return descend([x, y, c], loss, 0.5, our_hook(4) if hook == "ours" else torch_hook(shapes, 4))
-
-
-def curves() -> list[list[float]]:
-    return [quadratic("ours"), quadratic("torch")]
-
-
-def test_trains_like_torchs_hook() -> None:
-    """Same first Q, same rank: by algebra the mean of the two forms of error feedback is the same."""
-    for ours, theirs in run_workers(2, curves):
-        assert ours[-1] < 0.9 * ours[0], "it must learn something"
-        assert max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) < 1e-4

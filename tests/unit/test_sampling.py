@@ -19,13 +19,6 @@ def sampler(sampling: str = "diagonal", alpha: float = 0.1, beta: float = 0.25, 
     return Sampler(EntropyConfig(sampling=sampling, iteration_rate=alpha, entry_rate=beta, seed=seed))
 
 
-def test_iterations_are_evenly_spaced() -> None:
-    assert [i for i in range(1, 41) if sampler(alpha=0.1).measures(i)] == [10, 20, 30, 40]
-    assert all(sampler(alpha=1.0).measures(i) for i in range(1, 10))
-    assert [i for i in range(1, 11) if sampler(alpha=0.3).measures(i)] == [4, 7, 10]
-    assert [i for i in range(1, 11) if sampler(alpha=0.6).measures(i)] == [2, 4, 5, 7, 9, 10]
-
-
 @pytest.mark.parametrize("k", [1, 3, 10, 49, 1000])
 def test_every_kth_iteration_and_every_entry_in_turn_at_rates_of_one_in_k(k: int) -> None:
     gds, x = sampler("strided", alpha=1 / k), torch.arange(64.0)

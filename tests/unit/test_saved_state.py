@@ -88,17 +88,6 @@ def test_the_differences_between_ranks_are_not_carried_on() -> None:
     torch.testing.assert_close(merged["engine"]["compressor"]["errors"]["a"], up)
 
 
-def test_velocities_are_averaged_like_error_feedback() -> None:
-    saved = states(2)
-    for rank, item in enumerate(saved):
-        item["engine"]["compressor"]["velocities"] = {"bias": torch.full((3,), 2.0 * rank), "a": -rank * torch.ones(2)}
-    del saved[0]["engine"]["compressor"]["velocities"]["a"]
-    merged = merge(saved)["engine"]["compressor"]
-    assert torch.equal(merged["velocities"]["bias"], torch.ones(3))
-    assert torch.equal(merged["velocities"]["a"], torch.full((2,), -0.5))
-    assert torch.equal(merged["errors"]["a"], merge(states(2))["engine"]["compressor"]["errors"]["a"])
-
-
 def test_velocities_of_other_parameters_are_refused() -> None:
     saved = state(0, 1, {"a": torch.ones(3, 4)})
     saved["engine"]["compressor"]["velocities"] = {"a": torch.ones(3, 4), "bias": torch.ones(3)}

@@ -26,7 +26,6 @@ run draws what the first one would have drawn.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -44,6 +43,7 @@ from edgc.compressors.base import (
     compressible,
     finite,
     kept_of,
+    seeded,
     square_sums,
     within,
 )
@@ -284,9 +284,6 @@ class Feedback(KeepsErrors):
             statistics.input_sq += _square_sum(part)
         return flat
 
-    def _holds(self, gradient: Gradient) -> bool:
-        return gradient.unused and self.error_feedback
-
     def _hold(self, gradients: Sequence[Gradient], flat: Flat) -> list[tuple[Gradient, Tensor, Tensor]]:
         """Zeros for the M of unused gradients, which are returned, each with its part of ``flat.work`` and a copy of
         that; what is not finite is sent."""
@@ -358,9 +355,7 @@ class Feedback(KeepsErrors):
 
     def _generator(self, name: str, *parts: object) -> torch.Generator:
         """Random numbers of this method, step, name and ``parts``; the same wherever those are."""
-        text = "/".join(map(str, (type(self).__name__, self.seed, self.counts.get(name, 0), name, *parts)))
-        digest = hashlib.sha256(text.encode()).digest()
-        return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return seeded(type(self).__name__, self.seed, self.counts.get(name, 0), name, *parts)
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:
         self._then(partial(self.velocities.adopt, self.velocities.replace(gradients)))
@@ -385,7 +380,7 @@ class Feedback(KeepsErrors):
 
 def _square_sum(vector: Tensor) -> float | Tensor:
     """The squared norm of a flat fp32 vector; on a GPU a tensor, so that nobody waits for it."""
-    total = square_sums(vector.view(1, 1, -1))[0]
+    total = square_sums([vector.view(1, 1, -1)])[0][0]
     return float(total) if host_decides(vector.device) else total
 
 

@@ -102,6 +102,15 @@ def chosen(entries: int, density: float) -> int:
     return min(entries, max(1, round(density * entries)))
 
 
+def _examples(method: str, size: int) -> dict[str, Example]:
+    """Of entries of so many bytes: with one density, and with that which a warm-up begins with."""
+    dgc = {"density": 0.05, "momentum": 0.5, "density_warmup_steps": 3}
+    return {
+        method: Example(lambda m, n: size * chosen(m * n, 0.05), {"density": 0.05}),
+        f"{method}_dgc": Example(lambda m, n: size * chosen(m * n, WARMUP_DENSITY), dgc),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class TopKConfig(SparseConfig):
     """The largest entries of every matrix, with error feedback (Stich et al., NeurIPS 2018).
@@ -112,13 +121,7 @@ class TopKConfig(SparseConfig):
     method: str = "topk"
 
     look = Look("Top-k", "#56B4E9", "<", "-.")
-    examples = {
-        "topk": Example(lambda m, n: 8 * chosen(m * n, 0.05), {"density": 0.05}),
-        "topk_dgc": Example(
-            lambda m, n: 8 * chosen(m * n, WARMUP_DENSITY),
-            {"density": 0.05, "momentum": 0.5, "density_warmup_steps": 3},
-        ),
-    }
+    examples = _examples("topk", 8)
 
     def build(self) -> TopK:
         return TopK(self)
@@ -130,8 +133,6 @@ class TopK(Sparse):
     Exact: of equal magnitudes the first in memory order goes first. An entry costs 8 bytes, fp32 and its index in the
     matrix, and goes to all other workers (all-gather).
     """
-
-    config: TopKConfig
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
         sizes = self._sizes(flat)
@@ -218,13 +219,7 @@ class RandomKConfig(SparseConfig):
     method: str = "randomk"
 
     look = Look("Random-k", "#882255", ">", ":")
-    examples = {
-        "randomk": Example(lambda m, n: 4 * chosen(m * n, 0.05), {"density": 0.05}),
-        "randomk_dgc": Example(
-            lambda m, n: 4 * chosen(m * n, WARMUP_DENSITY),
-            {"density": 0.05, "momentum": 0.5, "density_warmup_steps": 3},
-        ),
-    }
+    examples = _examples("randomk", 4)
 
     def build(self) -> RandomK:
         return RandomK(self)
@@ -237,7 +232,6 @@ class RandomK(Sparse):
     same entries (with the same version of torch).
     """
 
-    config: RandomKConfig
     draws_at_random = True
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:

@@ -44,6 +44,7 @@ from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Factors, Grou
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.quantization import Blocks, QuantisedMean
 from edgc.runtime.channel import Channel
+from edgc.runtime.device import host_decides
 
 Tensors = Sequence[Tensor]
 # The first message was finite; messages to look at.
@@ -62,7 +63,7 @@ class PowerSGD(KeepsErrors):
 
     def __init__(self, config: LowRankConfig) -> None:
         self.config = config
-        self.one_sided = config.one_sided
+        self.one_sided, self.error_feedback = config.one_sided, config.error_feedback
         self._state = State(config)
         self.errors = self._state.errors
         self.held = {}
@@ -175,9 +176,6 @@ class PowerSGD(KeepsErrors):
         yield from work.wire.mean(factors, channel)
         return [*work.dense.messages, factors]
 
-    def _holds(self, gradient: Gradient) -> bool:
-        return gradient.unused and self._state.error_dtype is not None
-
     def _hold(self, members: Members, factors: Tensors) -> None:
         """This worker's part in the factors of unused matrices is zero, so that E = M; what is not finite is sent."""
         for group, factor in zip(members, factors, strict=True):
@@ -189,7 +187,6 @@ class PowerSGD(KeepsErrors):
         self, work: Workspace, members: Members, ok: Tensor, messages: Tensors, statistics: Statistics
     ) -> Tensor:
         """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
-        owns, means = self._products(work.groups)
         ok = ok & finite(messages, work.device)
         passes = work.passes
         if passes.decides and not ok:
@@ -197,19 +194,18 @@ class PowerSGD(KeepsErrors):
         if not passes.decides:
             # So the products are not finite on any worker, without anybody looking.
             (work.first if self.one_sided else work.second).masked_fill_(~ok, math.nan)
-        own_sq = passes.square_sums([group.own for group in work.groups])
+        own_sq = square_sums([group.own for group in work.groups])
         remaining_sq = [group.input_sq - sent_sq for group, sent_sq in zip(work.groups, own_sq, strict=True)]
         if work.wire is not None:
             # What rounding kept of this worker's factor was not sent.
             lost = [work.wire.kept_of(group.own) for group in work.groups]
-            for group, rounding, error_sq, sq in zip(
-                work.groups, lost, remaining_sq, passes.square_sums(lost), strict=True
-            ):
+            for group, rounding, error_sq, sq in zip(work.groups, lost, remaining_sq, square_sums(lost), strict=True):
                 error_sq.add_(sq)
                 group.own.sub_(rounding)
         for at in work.together:
             groups = work.groups[at]
-            errors_sq = passes.store(groups, owns[at], means[at], [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
+            owns, means = [self._pair(g, g.own) for g in groups], [self._pair(g, g.mean) for g in groups]
+            errors_sq = passes.store(groups, owns, means, [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
             norms = [[g.gradient_sq for g in groups], [g.input_sq for g in groups], errors_sq]
             sums = torch.stack([torch.cat(list(sq)).sum() for sq in norms])
             statistics.add_norms(*(sums.tolist() if passes.decides else torch.where(ok, sums, 0.0).unbind()))
@@ -221,12 +217,10 @@ class PowerSGD(KeepsErrors):
             self._then(partial(self.held.update, held))
         return ok
 
-    def _products(self, groups: Sequence[Group]) -> tuple[list[Factors], list[Factors]]:
-        """Left and right factor of what this worker sent and of the mean, of every group."""
-        turned = [self.one_sided and group.side == RIGHT for group in groups]
-        owns = [(g.own, g.basis) if turn else (g.basis, g.own) for g, turn in zip(groups, turned, strict=True)]
-        means = [(g.mean, g.basis) if turn else (g.basis, g.mean) for g, turn in zip(groups, turned, strict=True)]
-        return owns, means
+    def _pair(self, group: Group, factor: Tensor) -> Factors:
+        """Left and right factor of the product of the basis and ``factor``."""
+        known_is_right = self.one_sided and group.side == RIGHT
+        return (factor, group.basis) if known_is_right else (group.basis, factor)
 
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
@@ -252,7 +246,7 @@ class PowerSGD(KeepsErrors):
             names = {gradient.name for gradient in gradients}
             self._discard(names)
             factored = [g for g in gradients if rank is not None and self._factors(g.tensor, g.rank or rank)]
-            passes = self._on_cpu if self._decides(gradients[0].tensor.device) else self._on_gpu
+            passes = self._on_cpu if host_decides(gradients[0].tensor.device) else self._on_gpu
             groups = self._state.groups(factored, rank or 1, batched=not passes.decides, deferred=self.deferred)
             work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
@@ -289,7 +283,7 @@ class PowerSGD(KeepsErrors):
         if name not in self._last or name in self.held:
             return None
         group, i = self._last[name]
-        return square_sums(group.mean[i : i + 1])[0]
+        return square_sums([group.mean[i : i + 1]])[0][0]
 
     def spectra(self, names: Container[str] | None = None) -> dict[str, Spectrum]:
         """Spectra of the mean of the matrices that were factored in their last reduction, of all or of ``names``;

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Gradient, square_sum, square_sums, square_sums_on_cpu, square_sums_on_gpu, within
+from edgc.compressors.base import Gradient, square_sum, square_sums, within
 from edgc.runtime.device import HostCopy, reduced_products
 
 LEFT, RIGHT = 0, 1
@@ -55,6 +56,7 @@ class Spectrum(NamedTuple):
     input_sq: float
 
 
+@dataclass(eq=False, repr=False)
 class Group:
     """B matrices of one shape that are factored together, with their factors.
 
@@ -72,34 +74,28 @@ class Group:
             after orthogonalisation; the factor that this worker sends; its mean.
     """
 
-    start: Tensor
-    summed: Tensor
-    basis: Tensor
-    own: Tensor
-    mean: Tensor
-    m: Tensor
-    gradient_sq: Tensor
-    input_sq: Tensor
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        shape: tuple[int, int],
-        rank: int,
-        error: Tensor | None,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
-        side: int = RIGHT,
-    ) -> None:
-        self.names, self.shape, self.rank, self.error = tuple(names), shape, rank, error
-        self.left, self.right, self._side = left, right, side
-        self._turns: HostCopy | None = None
-        self.drawn: set[str] = set()
-        self.spare: Tensor | None = None
-        self.gradients: Sequence[Tensor] = ()
-        self.needed: Sequence[tuple[int, int]] = ()
-        self.in_place = False
-        self._memory: Tensor | None = None
+    names: Sequence[str]
+    shape: tuple[int, int]
+    rank: int
+    error: Tensor | None
+    left: Tensor | None = None
+    right: Tensor | None = None
+    _side: int = RIGHT
+    spare: Tensor | None = None
+    drawn: set[str] = field(default_factory=set)
+    gradients: Sequence[Tensor] = ()
+    needed: Sequence[tuple[int, int]] = ()
+    in_place: bool = False
+    m: Tensor = field(init=False)
+    gradient_sq: Tensor = field(init=False)
+    input_sq: Tensor = field(init=False)
+    start: Tensor = field(init=False)
+    summed: Tensor = field(init=False)
+    basis: Tensor = field(init=False)
+    own: Tensor = field(init=False)
+    mean: Tensor = field(init=False)
+    _turns: HostCopy | None = None
+    _memory: Tensor | None = None
 
     def turn(self, flag: Tensor) -> None:
         """The next call begins with the other side, if ``flag``, a 0-dim bool tensor."""
@@ -148,7 +144,7 @@ class Group:
         mean = self.mean[i].double()
         gram = mean.mT @ mean if mean.shape[1] == self.rank else mean @ mean.mT
         values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).tolist()
-        rest = float(self.input_sq[i] - square_sums(self.own[i : i + 1])[0])
+        rest = float(self.input_sq[i] - square_sums([self.own[i : i + 1]])[0][0])
         return Spectrum(self.shape, values, math.fsum(values) + max(0.0, rest))
 
 
@@ -185,11 +181,6 @@ class RowBlocks:
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    @staticmethod
-    def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:
-        """:func:`~edgc.compressors.base.square_sums` of every batch."""
-        return [square_sums_on_cpu(batch) for batch in batches]
 
     def load(self, xs: Sequence[Group], gradients: Members, rights: Optionals, lefts: Optionals) -> None:
         """M = G + E and the norms, for the gradients of every x; where factors are given, left = M right^T."""
@@ -280,7 +271,7 @@ class RowBlocks:
             Of every factor which of its matrices were replaced, [B] bool; on a GPU nobody has looked at it.
         """
         replaced = []
-        for mean, factor, norms in zip(means, factors, self.square_sums(means), strict=True):
+        for mean, factor, norms in zip(means, factors, square_sums(means), strict=True):
             for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
                 if norm > TINY_SQ:
                     torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
@@ -365,21 +356,17 @@ class Batched(RowBlocks):
         self._random: dict[tuple[int, int, torch.device], Tensor] = {}
         self._eyes: dict[tuple[int, torch.device], Tensor] = {}
 
-    @staticmethod
-    def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:
-        return square_sums_on_gpu(batches)
-
     def load(self, xs: Sequence[Group], gradients: Members, rights: Optionals, lefts: Optionals) -> None:
         for x, g in zip(xs, gradients, strict=True):
             x.bind(g)
             if not x.in_place:
                 torch._foreach_copy_(list(x.m), list(x.gradients))
-        for x, sums in zip(xs, square_sums_on_gpu([x.m for x in xs]), strict=True):
+        for x, sums in zip(xs, square_sums([x.m for x in xs]), strict=True):
             x.gradient_sq = x.input_sq = sums
         owing = [(x, x.error) for x in xs if x.error is not None]
         if owing:
             torch._foreach_add_([m for x, _ in owing for m in x.m], [e for _, errors in owing for e in errors])
-            for (x, _), sums in zip(owing, square_sums_on_gpu([x.m for x, _ in owing]), strict=True):
+            for (x, _), sums in zip(owing, square_sums([x.m for x, _ in owing]), strict=True):
                 x.input_sq = sums
         for x, right, left in zip(xs, rights, lefts, strict=True):
             if right is not None and left is not None:
@@ -414,7 +401,7 @@ class Batched(RowBlocks):
 
     def keep(self, means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         counts = [len(mean) for mean in means]
-        norms = torch.cat(square_sums_on_gpu(means))
+        norms = torch.cat(square_sums(means))
         # The exponents of norms that are not finite or too small do not matter.
         scales = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None].split(counts)
         replaced = (norms > TINY_SQ).logical_and_(finite)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edgc.checks import need
-from edgc.compressors.base import Gradient
+from edgc.compressors.base import Gradient, seeded
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.compressors.powersgd.passes import RIGHT, Group, batch_view
 from edgc.errors import UserError
@@ -21,8 +20,7 @@ _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def random_factor(seed: int, draw: int, name: str, length: int, rank: int) -> Tensor:
     """Orthonormal columns, length x rank, that depend on the arguments alone: the same on every worker."""
-    digest = hashlib.sha256(f"{seed}/{draw}/{name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = seeded(seed, draw, name)
     return torch.linalg.qr(torch.randn(length, rank, generator=generator, dtype=torch.float32, device="cpu")).Q
 
 
