@@ -23,14 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # --------------------------------------------------------------------- arithmetic
 
 
-def test_a_link_is_found_from_its_own_times() -> None:
-    link = Link(5e-5, 2e8)
-    fitted = Link.fit([(size, link.seconds(Cost(0.0, size, 1))) for size in (4096, 65536, 2**20, 2**24)])
-    assert fitted.latency == pytest.approx(5e-5)
-    assert fitted.bandwidth == pytest.approx(2e8)
-    assert fitted.residual < 1e-9
-
-
 def test_small_messages_count_as_much_as_large_ones() -> None:
     # 10 % on the largest message is more than the whole latency; it must not be paid for by the small ones.
     link = Link(1e-4, 1e8)
@@ -69,14 +61,6 @@ def test_break_even_divides_the_bandwidths(dense: Cost, compressed: Cost, latenc
         assert gain >= -slack
     if bandwidth > below * (1 + 1e-9):
         assert gain <= slack
-
-
-def test_break_even_by_hand() -> None:
-    dense, compressed = Cost(0.0, 1000.0, 1), Cost(3.0, 200.0, 2)
-    assert break_even(dense, compressed, 1.0) == 200.0
-    assert break_even(dense, Cost(3.0, 1000.0, 2), 1.0) == 0.0
-    assert break_even(Cost(5.0, 1000.0, 2), compressed, 1.0) == math.inf
-    assert break_even(dense, Cost(3.0, 2000.0, 2), 0.0) == 0.0
 
 
 MACHINE = {"world": 2, "backend": "gloo", "device": "cpu", "threads": 1, "shapes": [[1000, 1000]]}
