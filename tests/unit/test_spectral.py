@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.control.policies.spectral import Spectral, SpectralConfig
+from edgc.control.rank_model import StageModel
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
 
 ROWS, COLUMNS = 256, 384
@@ -176,13 +177,13 @@ def test_what_says_nothing_is_left_out(unknown: MatrixSpectrum) -> None:
 
 
 def test_smoothing_weighs_the_newest_window() -> None:
-    curves = Spectral(SpectralConfig(smoothing=0.25), 2)
+    curves = Spectral(SpectralConfig(smoothing=0.25), StageModel([(8, 8)]), 2, 100)
     assert curves.smoothed([(0.8, 0.4), None]) == [(0.8, 0.4), None]
     assert curves.smoothed([(0.4, 0.0), (0.5, 0.1)]) == [pytest.approx((0.7, 0.3)), (0.5, 0.1)]
     # A window without spectra says nothing, but does not forget either.
     assert curves.smoothed([None, None]) == [None, None]
     saved = json.loads(json.dumps(curves.state_dict()))
-    resumed = Spectral(SpectralConfig(smoothing=0.25), 2)
+    resumed = Spectral(SpectralConfig(smoothing=0.25), StageModel([(8, 8)]), 2, 100)
     resumed.load_state_dict(saved)
     following: list[tuple[float, ...] | None] = [(0.3, 0.3), (0.1, 0.1)]
     assert resumed.smoothed(following) == curves.smoothed(following) == [
