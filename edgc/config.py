@@ -12,19 +12,45 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from edgc import presets
 from edgc.checks import Settings, dotted, number, unknown
-from edgc.description import Example, Look
 from edgc.errors import UserError
 from edgc.sections import EntropyConfig, PipelineConfig
 
 if TYPE_CHECKING:
     from edgc.compressors.base import Compressor, KeepsErrors
+
+
+class Look(NamedTuple):
+    """Look of a method in every figure: its legend, and in matplotlib's words for colour, marker and line."""
+
+    label: str
+    colour: str
+    marker: str
+    line: str = "-"
+
+
+@dataclass(frozen=True)
+class Example:
+    """Settings of a method that the tests of all methods run.
+
+    Attributes:
+        settings: beside ``method`` (and ``policy``).
+        sent: bytes that a rank sends in a group of two for one fp32 gradient of so many rows and columns.
+        exact: within 1e-6 of its norm, what is sent plus what is kept is what came in.
+        bound: where the result is exact only on average, the largest error of an entry, as a share of the largest entry
+            that any worker has; None elsewhere.
+    """
+
+    sent: Callable[[int, int], float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    bound: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,16 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from edgc.checks import plain
+from edgc.checks import integer, number, plain
 from edgc.compressors import Channel, Gradient
 from edgc.compressors.base import Steps
 from edgc.compressors.powersgd import FACTOR_BITS
@@ -33,7 +34,6 @@ from edgc.errors import UserError
 from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
 from edgc.timing import benchmark
-from edgc.timing.link import Cost, Link, break_even
 
 GBIT = 1e9 / 8
 _SIZES = [4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20, 16 * 2**20]  # bytes of the timed all-reduces
@@ -48,22 +48,11 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message, fix="see --help")
 
 
-def _checked(convert: Callable[[str], Any], valid: Callable[[Any], bool], fix: str) -> Callable[[str], Any]:
-    def value_of(text: str) -> Any:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not valid(value):
-            raise argparse.ArgumentTypeError(f"{text} is not valid, use {fix}")
-        return value
-
-    return value_of
-
-
-def _shape(text: str) -> tuple[int, int] | None:
+def _shape(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    return None if match is None else (int(match[1]), int(match[2]))
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is not valid, use rows x columns, e.g. 1024x3072")
+    return int(match[1]), int(match[2])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -72,24 +61,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UserError: values that make no sense, naming the option.
     """
-    count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
-    bandwidth = _checked(float, lambda value: 0 < value < math.inf, "a number above 0")
-    latency = _checked(float, lambda value: 0 <= value < math.inf, "a number of at least 0")
-    matrix = _checked(_shape, lambda shape: shape is not None, "rows x columns, e.g. 1024x3072")
     parser = _Parser(prog="python -m edgc.doctor", description=__doc__)
     add = parser.add_argument
-    add("--shapes", type=matrix, nargs="+", metavar="MxN", help="matrices to reduce, e.g. 1024x3072 1024x1024")
-    add("--hidden", type=count, help="instead: width of GPT blocks (default 1024, GPT-2 medium)")
-    add("--layers", type=count, help="and their number (default 1)")
-    add("--rank", type=count, nargs="+", default=[8, 32, 64, 128], help="default 8 32 64 128")
+    add("--shapes", type=_shape, nargs="+", metavar="MxN", help="matrices to reduce, e.g. 1024x3072 1024x1024")
+    add("--hidden", type=int, help="instead: width of GPT blocks (default 1024, GPT-2 medium)")
+    add("--layers", type=int, help="and their number (default 1)")
+    add("--rank", type=int, nargs="+", default=[8, 32, 64, 128], help="default 8 32 64 128")
     add("--factor-dtype", nargs="+", choices=FACTOR_BITS, default=["fp32", "int8"], help="of the ranks")
-    add("--bandwidth", type=bandwidth, metavar="GBIT", help="assume this network, in Gbit/s per rank")
-    add("--latency", type=latency, metavar="US", help="assume this latency of a round, in microseconds")
-    add("--repeats", type=count, default=5)
-    add("--threads", type=count, help="per process (default: the cores shared out)")
+    add("--bandwidth", type=float, metavar="GBIT", help="assume this network, in Gbit/s per rank")
+    add("--latency", type=float, metavar="US", help="assume this latency of a round, in microseconds")
+    add("--repeats", type=int, default=5)
+    add("--threads", type=int, help="per process (default: the cores shared out)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
+    for key in ("hidden", "layers", "repeats", "threads"):
+        if getattr(options, key) is not None:
+            integer(f"--{key}", getattr(options, key), 1)
+    for rank in options.rank:
+        integer("--rank", rank, 1)
+    for key, above in (("bandwidth", True), ("latency", False)):
+        if getattr(options, key) is not None:
+            number(f"--{key}", getattr(options, key), 0, open_low=above)
     if options.shapes and (options.hidden or options.layers):
         raise UserError("--shapes and --hidden or --layers exclude each other", fix="give only one of them")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -232,7 +225,67 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], repeats: int) -> di
     return {"rank": config.fixed_rank, **named, "bytes": results[-1].bytes, "rounds": rounds}
 
 
-# --------------------------------------------------------------------- calculating
+# --------------------------------------------------------------------- calculating: the network as two numbers
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one reduction on one rank: seconds of its own computing, bytes sent, dependent rounds."""
+
+    seconds: float
+    bytes: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """Latency of a round in seconds and bandwidth in bytes per second, of one rank's sending: bytes are counted as in
+    :class:`edgc.runtime.channel.Channel`, by the ring or direct formula.
+
+    ``residual`` is the root mean square of the fit's relative errors, 0 for a link that was given.
+    """
+
+    latency: float
+    bandwidth: float
+    residual: float = 0.0
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[float, float]]) -> Self:
+        """Least squares of the relative errors through (bytes sent, seconds), with no part below 0.
+
+        A time that does not grow with the size gives an infinite bandwidth.
+
+        Raises:
+            ValueError: fewer than two different sizes, or a time that is not above 0.
+        """
+        if len({size for size, _ in points}) < 2 or not all(0 < t < math.inf for _, t in points):
+            raise ValueError(f"a link needs two sizes and times above 0, not {list(points)}")
+        u = [1 / seconds for _, seconds in points]
+        v = [size / seconds for size, seconds in points]
+        uu, uv, vv = (math.fsum(a * b for a, b in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
+        determinant = uu * vv - uv * uv
+        latency = (math.fsum(u) * vv - math.fsum(v) * uv) / determinant
+        slope = (math.fsum(v) * uu - math.fsum(u) * uv) / determinant
+        if latency < 0:
+            latency, slope = 0.0, math.fsum(v) / vv
+        elif slope <= 0:
+            latency, slope = math.fsum(u) / uu, 0.0
+        errors = [(latency + slope * size) / seconds - 1 for size, seconds in points]
+        residual = math.sqrt(math.fsum(error**2 for error in errors) / len(errors))
+        return cls(latency, 1 / slope if slope > 0 else math.inf, residual)
+
+    def seconds(self, cost: Cost) -> float:
+        """Time of a reduction over this link, on which each of its rounds waits for the one before."""
+        return cost.seconds + cost.rounds * self.latency + cost.bytes / self.bandwidth
+
+
+def break_even(dense: Cost, compressed: Cost, latency: float) -> float:
+    """Bandwidth in bytes per second below which ``compressed`` is the faster one; 0 if never, ``inf`` if always."""
+    saved = dense.bytes - compressed.bytes
+    lost = compressed.seconds - dense.seconds + (compressed.rounds - dense.rounds) * latency
+    if lost <= 0:
+        return math.inf if saved >= 0 else 0.0
+    return max(0.0, saved / lost)
 
 
 def assess(

@@ -8,7 +8,6 @@ calls :meth:`Engine.end_iteration` once all buckets of the iteration are done. W
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ Group = dist.ProcessGroup | None
 Shards = Sequence[torch.Tensor]
 Reduction = tuple[Gradients, Channel, Compressor, int | None]
 _THROUGH = 1  # to a method without ranks the number says only that it is to compress
-_STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate", "layer_ranks")
+_STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate")
 
 
 class Engine:
@@ -169,20 +168,16 @@ class Engine:
         return compressor.exchange(gradients, channel, rank, self._statistics)
 
     def _open(self, gradients: Gradients, group: Group, compress: bool, shards: Shards) -> Reduction:
-        """Gradients of a reduction, with ranks of their own where single matrices have some; its channel, compressor
-        and common rank."""
+        """Gradients of a reduction, its channel, compressor and rank."""
         channel = self.open_channel(group, shards)
         size, ways = sum(gradient.tensor.nbytes for gradient in gradients), 1 if shards else 2
         self._statistics.dense_bytes += ways * (channel.world - 1) * size // channel.world
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         compress = compress and channel.world > 1
         rank = self.plan.ranks[self.stage] if compress else None
-        layers, gate = self.monitor.layer_ranks, self.monitor.benchmark.gate
-        if rank is not None and layers is not None:
-            gradients = [replace(gradient, rank=layers.ranks.get(gradient.name)) for gradient in gradients]
-        if rank is not None and gate is not None:
-            sizes = {gradient.name: gradient.tensor.numel() for gradient in gradients}
-            rank = rank if gate.compresses(sizes) else None
+        benchmark = self.monitor.benchmark
+        if rank is not None and benchmark.gate is not None and not benchmark.compresses(gradients):
+            rank = None
         if rank is None and compress and self.warm_up is not None:
             return gradients, channel, self.warm_up, _THROUGH
         return gradients, channel, self.compressor, rank

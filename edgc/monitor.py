@@ -1,8 +1,8 @@
 """Measurements of one rank, and the decisions that all ranks take from what all have measured.
 
-At window ends, and during the search for r_max, the ranks exchange their measurements with one all-gather of a few
-numbers (a second one where the cost gate has measured); every rank then computes the same means in the same order, so
-that all controllers take the same decision. In between, most iterations have nothing due, and nobody asks here.
+At window ends, and during the search for r_max, the ranks exchange their measurements with one all-gather;
+every rank then computes the same means in the same order, so that all controllers take the same decision. In between,
+most iterations have nothing due, and nobody asks here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import partial
 from statistics import median_low
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from edgc.checks import need
@@ -25,8 +24,6 @@ from edgc.compressors.powersgd import LowRankConfig, saves_bytes
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.controller import Decision, Plan, make_controller
-from edgc.control.layer_ranks import LayerRanks
-from edgc.control.policies.spectral import SpectralConfig
 from edgc.control.settings import PolicyConfig
 from edgc.entropy.meter import EntropyMeter
 from edgc.measurement.mean_error import MeanError
@@ -90,7 +87,6 @@ class Monitor:
     Attributes:
         entropy: GDS.
         benchmark: reductions that are timed on copies, and the verdicts of the cost gate.
-        layer_ranks: ranks of single matrices; None unless they are asked for.
         mean_error: sketches of what the replicas' mean lacks in this window.
         samples, window_ends: whether this iteration's errors are measured (where GDS samples and at window ends), and
             whether it is the last of a window.
@@ -120,7 +116,6 @@ class Monitor:
         self.entropy = EntropyMeter(config, embeddings)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
         self.benchmark = Benchmark(config.build_to_time, stage, gated, open_channel)
-        self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         self.window, self.mean_error = Window(config.window), MeanError(config.seed)
         self.gradient_bits = gradient_bits
         self.keeps_times = isinstance(config, PolicyConfig) and config.remeasure_above is not None
@@ -203,8 +198,6 @@ class Monitor:
         measured = self.mean_error.close(message)
         self.window.errors = measured.error_sq, measured.input_sq
         self.window.curve = error_curve(list(measured.spectra.values()), grid, self._saves_bytes)
-        if self.layer_ranks is not None:
-            self.layer_ranks.take(measured.spectra, grid)
         return replace(done, mean_error_sq=measured.error_sq, mean_input_sq=measured.input_sq)
 
     def decide(self, iteration: int, plan: Plan, backward_seconds: Sequence[float]) -> Decision | None:
@@ -216,35 +209,25 @@ class Monitor:
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(iteration)
         row = self.window.row(self.stage, grid, watches, probe, backward, self.replicas)
-        rows = _gather_rows(row, self._exchange_group)
-        gate = verdicts(self._gather(self.benchmark.group_times)) if plan.gate else ()
+        # Pickled, floats keep their bits.
+        told = gather_objects((row, self.benchmark.group_times if plan.gate else []), self._exchange_group)
+        gate = verdicts([(int(each[0]), times) for each, times in told])
         if plan.gate:
             self.benchmark.follow(gate)
-        probed = plan.probe_rank is not None
+        rows, probed = [each for each, _ in told], plan.probe_rank is not None
         summary, self.entropy_full = report(rows, self.stages, grid, watches=watches, probed=probed, gate=gate)
         decision = self.controller.observe(iteration, summary)
         self._warn()
-        if self.layer_ranks is not None and self.controller.rank_grid != grid:
-            self.layer_ranks.forget()
-        elif self.layer_ranks is not None and self.window_ends:
-            common = self.controller.plan(iteration + 1).ranks[self.stage]
-            measured = [item for stage, item in self._gather(self.layer_ranks.measured) if stage == self.stage]
-            self.layer_ranks.decide(measured, common, grid)
         if self.window_ends:
             self.window.start()
         return decision
-
-    def _gather(self, value: Any) -> list[tuple[int, Any]]:
-        """Stage and value of every rank, in rank order."""
-        return gather_objects((self.stage, value), self._exchange_group)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
             "window": self.window.state_dict() | {"mean": self.mean_error.state_dict()},
-            "gate": self.benchmark.gate.state_dict() if self.benchmark.gate is not None else None,
-            "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
+            "gate": None if self.benchmark.gate is None else dict(self.benchmark.gate),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool) -> None:
@@ -261,17 +244,4 @@ class Monitor:
             self.window.load_state_dict(state["window"])
             self.mean_error.load_state_dict(state["window"]["mean"])
         if self.benchmark.gate is not None:
-            self.benchmark.gate.load_state_dict(state["gate"] or {})
-        if self.layer_ranks is not None and not changed_settings:
-            self.layer_ranks.load_state_dict(state["layer_ranks"])
-
-
-def _gather_rows(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Values of every rank of ``group``, in rank order, the same on every rank."""
-    if not dist.is_initialized():
-        return [list(values)]
-    on_gpu = dist.get_backend(group) == "nccl"
-    row = torch.tensor(values, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    return [item.tolist() for item in rows]
+            self.benchmark.gate = dict(state["gate"] or {})

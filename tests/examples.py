@@ -10,9 +10,8 @@ from torch import Tensor
 from edgc.compressors import Compressor, Gradient
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.config import ConstantConfig, EDGCConfig, methods
+from edgc.config import ConstantConfig, EDGCConfig, Example, methods
 from edgc.control.settings import PolicyConfig
-from edgc.description import Example
 
 FOUND: dict[str, tuple[type[EDGCConfig], Example]] = {
     name: (kind, example) for kind in methods() for name, example in kind.examples.items()

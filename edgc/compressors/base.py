@@ -47,8 +47,7 @@ _FEW = 4096  # entries that are converted to fp64 at a time
 class Gradient:
     """A named gradient of any shape; ``tensor`` is read and overwritten in place.
 
-    ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them. ``rank``
-    stands for the call's where a low-rank method is to give this matrix one of its own; the same on every worker.
+    ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them.
     ``unused`` says that this rank's backward has not come by the parameter, so that the mean may be thrown away: what
     error feedback holds of it stays held, and this rank sends zeros. Ranks need not agree in it.
     """
@@ -56,7 +55,6 @@ class Gradient:
     name: str
     tensor: Tensor
     needed: tuple[int, int] | None = None
-    rank: int | None = None
     unused: bool = False
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
-from edgc.config import ConstantConfig, EDGCConfig
-from edgc.description import Example, Look
+from edgc.config import ConstantConfig, EDGCConfig, Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 

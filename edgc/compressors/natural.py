@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.entrywise.quantize import Quantised
-from edgc.description import Example, Look
+from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 
 _MANTISSA, _INFINITE = 23, 255  # bits of an fp32's fraction; the exponent of what is not finite

@@ -8,7 +8,8 @@ Under method ``edgc`` windows are consecutive blocks of ``window`` iterations, a
 * warm-up: no compression for ``warmup_fraction`` of the run and until two consecutive window means of stage
   0's entropy differ by at most ``stability_tolerance``, but not beyond the first window end after
   ``warmup_limit_fraction``;
-* search, inside warm-up (which waits for it): one timed reduction per iteration, see :mod:`edgc.timing.rank_search`;
+* search, inside warm-up (which waits for it): one timed reduction per iteration
+  (:class:`~edgc.timing.stage_times.RankSearch`);
 * active: stage 0 starts at r_max (reference rank and entropy: the last complete window of warm-up) and moves
   by the policy (:mod:`edgc.control.policies`) at every window end; the other stages follow by
   :mod:`edgc.timing.alignment`. Where times were measured they are watched (:mod:`edgc.timing.change_detector`) and, if
@@ -33,9 +34,8 @@ from edgc.control.rank_model import StageModel
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
 from edgc.measurement.report import Report
-from edgc.timing.benchmark import GateVerdict, summary
-from edgc.timing.rank_search import bytes_limit
-from edgc.timing.stage_times import StageTimes, StageTiming
+from edgc.timing.benchmark import GateVerdict
+from edgc.timing.stage_times import StageTimes, StageTiming, bytes_limit
 
 Phase = Literal["warmup", "search", "active", "disabled"]
 Shapes = Sequence[Sequence[tuple[int, int]]]
@@ -226,8 +226,10 @@ class Controller:
         reasons: list[str] = []
         if plan.gate:
             self._gated = iteration, plan.ranks
-            reasons += [summary(report.gate)] if report.gate else []
-            if reasons and not any(verdict.compress for verdict in report.gate):
+            faster, groups = sum(verdict.compress for verdict in report.gate), len(report.gate)
+            if groups:
+                reasons.append(f"cost gate: compression is faster for {faster} of {groups} groups")
+            if groups and not faster:
                 self.notice = f"{reasons[0]}; it is measured every {self._gate_interval} iterations"
         facts: dict[str, Any] = {"entropy": (math.nan,) * self.stages}
         self._decide(iteration, plan, report, reasons, facts)
@@ -317,7 +319,7 @@ class AdaptiveController(Controller):
         layers = list((Counter(shapes) - Counter(embeddings)).elements())
         model = StageModel(layers if layers and config.entropy.parameters == "layers" else shapes)
         config.check_run(model, self.iterations)
-        self._policy = config.start(model, self.stages, self.iterations)
+        self._policy = config.rule(config, model, self.stages, self.iterations)
         factor_bits = FACTOR_BITS[config.factor_dtype]
         limit = bytes_limit(shapes, config.rank_multiple, factor_bits=factor_bits, gradient_bits=gradient_bits)
         upper = config.upper_rank(limit)

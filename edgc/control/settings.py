@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from edgc.checks import number, one_of, require
 from edgc.compressors.entrywise.quantize import QuantizeConfig
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.description import Look
+from edgc.config import Look
 from edgc.errors import UserError
 from edgc.sections import TimingConfig
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from edgc.compressors.base import KeepsErrors
     from edgc.control.policies.base import Policy
     from edgc.control.rank_model import StageModel
+
+Schedule = tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class PolicyConfig(LowRankConfig):
     remeasure_above: float | None = 0.2
 
     look = Look("EDGC", "#D55E00", "D")
+    rule: ClassVar[type[Policy]]
+    """Class of the policy."""
     gives_ranks: ClassVar[bool] = False
     """True if the settings give the ranks of stage 0, so that no entropy and no search is needed for them."""
 
@@ -98,10 +102,6 @@ class PolicyConfig(LowRankConfig):
             error_feedback=self.error_feedback,
             seed=self.seed,
         ).build()
-
-    def start(self, model: StageModel, stages: int, iterations: int) -> Policy:
-        """The policy of a run of ``iterations`` with so many stages; ``model`` is of the first one's errors."""
-        raise NotImplementedError
 
     def upper_rank(self, limit: int) -> int | None:
         """r_max before anything was timed, for a first stage that saves bytes up to rank ``limit``; None: search it."""
@@ -220,9 +220,14 @@ class GivenConfig(PolicyConfig):
     gives_ranks = True
 
     @property
+    def table(self) -> Schedule:
+        """Ranks of stage 0, each with the share of the run from which on it has it."""
+        raise NotImplementedError
+
+    @property
     def ranks_given(self) -> tuple[int, ...]:
         """All ranks that stage 0 has in the course of a run."""
-        raise NotImplementedError
+        return tuple(rank for _, rank in self.table)
 
     def upper_rank(self, limit: int) -> int:
         return self.r_max or max(limit, *self.ranks_given)

@@ -10,14 +10,15 @@ compressor's state.
 The cost gate compresses a group of gradients only where that was measured to be faster than sending it dense. A group
 is what one call of :meth:`edgc.engine.Engine.exchange` reduces. On the controller's schedule every rank times a
 compressed and a dense reduction of each of its groups. The ranks exchange these times, every rank averages them in the
-same order (:func:`verdicts`), and each follows the verdicts of its own stage (:class:`CostGate`) until the next
-measurement.
+same order (:func:`verdicts`), and each follows the verdicts of its own stage until the next measurement. They are kept
+per gradient and not per group, because groups may be cut anew: DDP rebuilds its buckets after the first iteration of
+every process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -98,7 +99,7 @@ class Benchmark:
         open_channel: opens what reductions are sent through.
 
     Attributes:
-        gate: the verdicts in force; None unless ``gated``, without a cost gate.
+        gate: the verdicts in force, by name of a gradient; None unless ``gated``, without a cost gate.
         probe_seconds: of the probes of this iteration together.
     """
 
@@ -106,7 +107,7 @@ class Benchmark:
         self, make: Callable[[], Compressor], stage: int, gated: bool, open_channel: Callable[..., Channel]
     ) -> None:
         self.make, self.stage, self.open_channel = make, stage, open_channel
-        self.gate = CostGate() if gated else None
+        self.gate: dict[str, bool] | None = {} if gated else None
         self._compressor: Compressor | None = None
         self.start_iteration()
 
@@ -163,7 +164,13 @@ class Benchmark:
         by_group = {verdict.group: verdict.compress for verdict in outcome if verdict.stage == self.stage}
         for names, *_ in self._compared:
             if label(names) in by_group:
-                self.gate.compress |= dict.fromkeys(names, by_group[label(names)])
+                self.gate |= dict.fromkeys(names, by_group[label(names)])
+
+    def compresses(self, gradients: Sequence[Gradient]) -> bool:
+        """True if the verdict in force on most entries of a group is to compress, or unknown."""
+        assert self.gate is not None
+        sizes = {gradient.name: gradient.tensor.numel() for gradient in gradients}
+        return 2 * sum(size for name, size in sizes.items() if not self.gate.get(name, True)) <= sum(sizes.values())
 
 
 def _fastest(statistics: Sequence[Statistics]) -> float:
@@ -198,35 +205,3 @@ def verdicts(rows: Sequence[tuple[int, Sequence[GroupTimes]]]) -> tuple[GateVerd
             compressed, dense = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
             outcome.append(GateVerdict(stage, group, compressed, dense, compressed < dense))
     return tuple(outcome)
-
-
-def summary(outcome: Sequence[GateVerdict]) -> str:
-    """One line for a decision's reason; the verdicts themselves hold the times."""
-    faster = sum(verdict.compress for verdict in outcome)
-    return f"cost gate: compression is faster for {faster} of {len(outcome)} groups"
-
-
-class CostGate:
-    """Verdicts that one rank follows, kept per gradient.
-
-    Per gradient and not per group, because groups may be cut anew: DDP rebuilds its buckets after the first iteration
-    of every process. A group that was never measured as such does what holds for most of its entries, and is
-    compressed where nothing is known.
-
-    Attributes:
-        compress: by name of a gradient; others have no verdict.
-    """
-
-    def __init__(self) -> None:
-        self.compress: dict[str, bool] = {}
-
-    def compresses(self, sizes: Mapping[str, int]) -> bool:
-        """True to compress the group of these gradients (name to number of entries)."""
-        dense = sum(size for name, size in sizes.items() if not self.compress.get(name, True))
-        return 2 * dense <= sum(sizes.values())
-
-    def state_dict(self) -> dict[str, bool]:
-        return dict(self.compress)
-
-    def load_state_dict(self, state: Mapping[str, bool]) -> None:
-        self.compress = dict(state)

@@ -75,20 +75,13 @@ def train(
     engine = session.attachment.engine
     if full_rank:
         engine.compressor.always_factor = True  # type: ignore[attr-defined]
-    replica = parallel_state.get_data_parallel_rank()
     losses, decisions, entropies = [], [], []
     poisons = _Poison(session)
     kept = []
     for iteration in sorted(set(range(iterations)) - omit):
         poisons.active = iteration in poison
         before = engine.compressor.state_dict() if poisons.active else None
-        for chunk in session.chunks:
-            chunk.zero_grad_buffer()
-        session.optimizer.zero_grad()
-        losses.append(_iteration(session, run, iteration, replica))
-        updated, _, _ = session.optimizer.step()
-        if updated:
-            session.scheduler.step(increment=1)
+        losses += steps(session, run, iteration, iteration + 1)
         if before is not None:
             kept.append(same(before, engine.compressor.state_dict()))
         if attached and engine.decision is not None:
@@ -97,7 +90,7 @@ def train(
             entropies.append(engine.last.entropy)
     result = {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "replica": replica,
+        "replica": parallel_state.get_data_parallel_rank(),
         "losses": losses,
         "weights": weights(session),
         "decisions": decisions,
@@ -261,8 +254,9 @@ def steps(session: Session, run: RunConfig, first: int, last: int) -> list[float
             chunk.zero_grad_buffer()
         session.optimizer.zero_grad()
         losses.append(_iteration(session, run, iteration, parallel_state.get_data_parallel_rank()))
-        session.optimizer.step()
-        session.scheduler.step(increment=1)
+        updated, _, _ = session.optimizer.step()
+        if updated:
+            session.scheduler.step(increment=1)
     return losses
 
 

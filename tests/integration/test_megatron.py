@@ -72,23 +72,6 @@ def phases() -> None:
 
 
 @case
-def alignment() -> None:
-    """Later stages get no lower rank."""
-    timing = {"backward_seconds": 0.01, "seconds_per_rank": 0.001, "seconds_fixed": 0.002, "seconds_uncompressed": 0.1}
-    for row in decisions(trained({**EDGC, "alignment": "given", "timing": timing})):
-        if row["phase"] == "active":
-            first, second = (math.inf if rank is None else rank for rank in row["ranks"])
-            assert second >= first
-
-
-@case
-def search() -> None:
-    settings = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
-    final = decisions(trained(settings))[-1]
-    assert final["phase"] == "disabled" or (final["phase"] == "active" and final["r_max"] >= final["r_min"] >= 4)
-
-
-@case
 def cost_gate() -> None:
     """It measures every group of every stage, again after its interval."""
     settings = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}

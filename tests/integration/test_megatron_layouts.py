@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 STEPS = 7
 OVERLAP = {"overlap_grad_reduce": True, "bucket_elements": 15000}
 SHARDED = {"distributed_optimizer": True}
-DP4 = {"pipeline": 1, "data": 4}
+DP2, DP4 = {"pipeline": 1, "data": 2}, {"pipeline": 1, "data": 4}
 TP2 = {"tensor": 2, "pipeline": 1, "data": 2}
 SP2 = {**TP2, "sequence": True}
 PP2 = {"pipeline": 2, "data": 2}
@@ -34,10 +34,10 @@ LAYERS = {"layers": 4}
 # distributed optimizer, every precision, and small buckets that overlap in every kind of group.
 Cell = tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]
 CELLS: dict[str, Cell] = {
-    "DP4": (DP4, {}, {}, {}),
-    "DP4 distributed optimizer": (DP4, SHARDED, {}, {}),
+    "DP2": (DP2, {}, {}, {}),
+    "DP2 distributed optimizer": (DP2, SHARDED, {}, {}),
     "DP4 bf16, distributed optimizer, overlap, small buckets": (DP4, {**BF16, **SHARDED, **OVERLAP}, {}, {}),
-    "DP4 fp16": (DP4, FP16, {}, {}),
+    "DP2 fp16": (DP2, FP16, {}, {}),
     "TP2 x DP2 distributed optimizer": (TP2, SHARDED, {}, {}),
     "TP2 x DP2 sequence parallel, overlap, small buckets": (SP2, OVERLAP, {}, {}),
     "PP2 x DP2 untied embeddings": (PP2, {}, UNTIED, {}),
@@ -49,13 +49,7 @@ CELLS: dict[str, Cell] = {
     "EP2 x DP4 experts dense": (EP2, {}, EXPERTS, {"compress_experts": False}),
     "EP2 x DP4 overlap, small buckets": (EP2, OVERLAP, EXPERTS, {}),
     "EP2 x DP4 distributed optimizer": (EP2, SHARDED, EXPERTS, {}),
-    "DP2 distributed optimizer, overlap, small buckets": (
-        {"pipeline": 1, "data": 2},
-        {**SHARDED, **OVERLAP},
-        {},
-        {},
-    ),
-    "EP2 x DP2": ({"pipeline": 1, "data": 2, "expert": 2}, {}, EXPERTS, {}),
+    "EP2 x DP2": ({**DP2, "expert": 2}, {}, EXPERTS, {}),
     "TP2": ({"tensor": 2, "pipeline": 1, "data": 1}, {}, {}, {}),
     "PP2": ({"pipeline": 2, "data": 1}, OVERLAP, {}, {}),
 }
@@ -87,7 +81,7 @@ def check(name: str) -> None:
     else:
         assert bytes_sent(low) == bytes_sent(none) == 0
     assert torch.equal(losses(low), losses(none)) == (parallel["data"] == 1)
-    if name == "DP4 distributed optimizer":  # sends half as much when dense; buffers are padded to equal parts
+    if name == "DP2 distributed optimizer":  # sends half as much when dense; buffers are padded to equal parts
         plain = run("none", {}), run("powersgd", {}, rank=4)
         assert 0.5 <= bytes_sent(none) / bytes_sent(plain[0]) < 0.56
         assert torch.allclose(losses(low), losses(plain[1]), rtol=1e-4)

@@ -30,8 +30,7 @@ POISONED = frozenset({1, 2})
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "": {},
     "overlap": {"train": OVERLAP},
-    "interleaved": {"model": {"layers": 4}, "parallel": {"virtual_pipeline": 2}},
-    "interleaved overlap": {
+    "interleaved": {
         "model": {"layers": 4},
         "parallel": {"virtual_pipeline": 2},
         "train": {"overlap_grad_reduce": True},

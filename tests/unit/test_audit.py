@@ -21,7 +21,7 @@ from edgc.control.policies.released import by_change
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.entropy.estimators import combine, estimate
 from edgc.timing.alignment import LinearTime, align
-from edgc.timing.rank_search import RankSearch
+from edgc.timing.stage_times import RankSearch
 from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
 from tests.unit import published_formulas as published

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from edgc.compressors.entrywise.quantize import SignConfig
 from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.config import EDGCConfig, methods, users
 from edgc.control.controller import make_controller
@@ -191,8 +190,8 @@ def test_a_method_has_all_that_is_asked_of_it() -> None:
         assert any(kind.examples for kind in methods() if kind.method == method), f"{method} has no examples"
     given = [name for kind in methods() for name in kind.__dict__.get("examples", ())]
     assert sorted(given) == sorted(examples.FOUND), "two examples have one name"
-    for name, (kind, example) in examples.FOUND.items():
-        assert examples.config_of(name).build() is not None and example.sent(8, 16) > 0, kind
+    for name, (kind, found) in examples.FOUND.items():
+        assert examples.config_of(name).build() is not None and found.sent(8, 16) > 0, kind
 
 
 def test_a_record_may_hold_settings_of_other_methods() -> None:
@@ -268,30 +267,13 @@ def test_given_keys_win_also_inside_a_section() -> None:
     assert PRESETS["optimus_cc"]["pipeline"] == {"rank": 16, "epilogue_only": True}, "presets stay as they are"
 
 
-def test_the_whole_of_optimus_cc_is_its_parts() -> None:
-    whole = EDGCConfig.from_dict({"preset": "optimus_cc"})
-    parts = [PRESETS[f"optimus_cc_{part}"] for part in ("backprop", "stages", "embedding")]
-    keys = [key for part in parts for key in part if part["method"] != "none" or key != "method"]
-    assert len(keys) == len(set(keys)) == 5, "no two parts change the same setting"
-    merged = {key: value for part in parts for key, value in part.items()}
-    assert EDGCConfig.from_dict(merged | {"method": "powersgd"}) == whole
-
-
-@given(
-    share=st.floats(0.01, 1.0),
-    stages=st.integers(1, 64),
-    method=st.sampled_from(["powersgd", "topk", "quantize", "sign"]),
-)
+@given(share=st.floats(0.01, 1.0), stages=st.integers(1, 64), method=st.sampled_from(["powersgd", "topk"]))
+@example(share=0.7, stages=10, method="topk")  # 7, whatever the last bit of 0.7 is
 def test_the_first_stages_are_compressed(share: float, stages: int, method: str) -> None:
     rank = 8 if method == "powersgd" else None
     config = EDGCConfig(method=method, compressed_stages=share, **({"rank": rank} if rank else {}))
     plan = make_controller(config, [[(64, 64)]] * stages, 100).plan(1)
     compressed = sum(rank is not None for rank in plan.ranks)
     assert plan.ranks == (rank or 1,) * compressed + (None,) * (stages - compressed)
-    assert compressed == 1 or share * stages - 1 < compressed < share * stages + 1e-6
+    assert compressed == 1 or share * stages - 1 + 1e-6 < compressed < share * stages + 1e-6
     assert 1 <= compressed <= stages
-
-
-@pytest.mark.parametrize(("share", "stages", "compressed"), [(0.75, 4, 3), (0.75, 2, 1), (0.7, 10, 7), (1.0, 8, 8)])
-def test_whole_stages(share: float, stages: int, compressed: int) -> None:
-    assert SignConfig(compressed_stages=share).stages_compressed(stages) == compressed

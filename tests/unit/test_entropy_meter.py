@@ -202,7 +202,7 @@ def test_the_reference_is_the_mean_of_the_last_windows_of_warm_up() -> None:
 
 
 def test_a_decision_says_what_it_would_have_been_within_the_noise() -> None:
-    policy, history = CQM(CQMConfig(), MODEL), History(reference=(64, -2.0, 0.03))
+    policy, history = CQM(CQMConfig(), MODEL, 1, 100), History(reference=(64, -2.0, 0.03))
     found = policy.target(-2.05, at(-2.05, 0.04, history))
     assert found.low == pytest.approx(next_rank(MODEL, 64, -2.0, -2.10))
     assert found.high == pytest.approx(next_rank(MODEL, 64, -2.0, -2.00))
@@ -213,7 +213,7 @@ def test_a_decision_says_what_it_would_have_been_within_the_noise() -> None:
 
 @given(st.lists(st.floats(-0.2, 0.2), min_size=1, max_size=30), st.floats(0.001, 0.05))
 def test_hysteresis_holds_the_rank_within_the_noise_and_lets_go_outside(changes: list[float], noise: float) -> None:
-    policy, history = CQM(CQMConfig(hysteresis=2.0), MODEL), History(reference=(64, -2.0, 0.0))
+    policy, history = CQM(CQMConfig(hysteresis=2.0), MODEL, 1, 100), History(reference=(64, -2.0, 0.0))
     moved_at, of_move = -2.0, 0.0
     for change in changes:
         found = policy.target(-2.0 + change, at(-2.0 + change, noise, history))
@@ -221,7 +221,7 @@ def test_hysteresis_holds_the_rank_within_the_noise_and_lets_go_outside(changes:
         assert (found.target is None) == within
         if not within:
             moved_at, of_move = -2.0 + change, noise
-        again = CQM(CQMConfig(hysteresis=2.0), MODEL)
+        again = CQM(CQMConfig(hysteresis=2.0), MODEL, 1, 100)
         again.load_state_dict(policy.state_dict())
         assert again.state_dict() == policy.state_dict()
 

@@ -38,7 +38,6 @@ SETTINGS = "from edgc.config import EDGCConfig, methods; [kind.look for kind in 
         "from edgc import EDGCConfig, UserError",
         SETTINGS,
         "import edgc.control.controller",
-        "import edgc.control.layer_ranks",
         "import experiments.spec.matrix",
         "import experiments.common.figures",
     ],

@@ -274,11 +274,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cqm": {"method": "edgc", "r_max": 16, "r_min": 8},
     "int8 warm-up": {"method": "edgc", "r_max": 16, "r_min": 8, "warmup_bits": 8, "warmup_fraction": 0.5},
     "spectral": SPECTRAL,
-    "per layer": SPECTRAL | {"per_layer": True},
     "none": {"method": "none"},
     "no feedback": {"method": "powersgd", "rank": 8, "error_feedback": False},
 }
-RESUMED = ("topk", "cqm", "spectral", "per layer")
+RESUMED = ("topk", "cqm", "spectral")
 UNKNOWN = ("none", "no feedback")
 
 
@@ -340,7 +339,6 @@ def drive(
                 "bytes": last.statistics.bytes,
                 "rank": last.rank,
                 "decision": engine.decision,
-                "layers": engine.monitor.layer_ranks.ranks if engine.monitor.layer_ranks is not None else None,
             }
         )
         if iteration == resume_at:
@@ -383,7 +381,7 @@ def test_replicas_agree_on_every_bit_and_speak_at_window_ends(workers: list[dict
             assert repr([i["decision"] for i in told]) == repr([i["decision"] for i in other[key]])
         name = key if isinstance(key, str) else key[0]
         for iteration, (error, _, _) in enumerate(means(told), 1):
-            warm_up = name in ("cqm", "spectral", "per layer") and iteration <= WINDOW  # fp32
+            warm_up = name in ("cqm", "spectral") and iteration <= WINDOW  # fp32
             known = iteration % WINDOW == 0 and name not in UNKNOWN and not warm_up
             assert math.isfinite(error) == known, (key, iteration)
             assert not known or 0 < error < 1.5
@@ -405,7 +403,7 @@ def test_neither_a_loss_scale_nor_a_resume_changes_a_bit(workers: list[dict[Any,
     for result in workers:
         for key in RESUMED:
             assert repr(means(result[key])) == repr(means(result[key, how])), key
-            for field in ("rank", "decision", "layers"):
+            for field in ("rank", "decision"):
                 mine, other = ([item[field] for item in result[k]] for k in (key, (key, how)))
                 if how == "scaled" and field == "decision":  # reasons tell entropies to four digits
                     mine, other = ([d and (d.ranks, d.mean_error) for d in x] for x in (mine, other))

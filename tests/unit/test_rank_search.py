@@ -1,14 +1,13 @@
-"""edgc.timing.rank_search: order of the timings, their end, and the r_max that follows."""
+"""edgc.timing.stage_times: order of the timings, their end, and the r_max that follows."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 
 import pytest
 
-from edgc.timing.rank_search import RankSearch, bytes_limit
+from edgc.timing.stage_times import RankSearch, bytes_limit
 
 
 def run(search: RankSearch, seconds: Callable[[int], tuple[float, ...]]) -> list[int]:
@@ -96,16 +95,3 @@ def test_refuses_bad_timings() -> None:
     run(search, linear(dense=0.5))
     with pytest.raises(ValueError, match="over"):
         search.observe((1.0,))
-
-
-@pytest.mark.parametrize("stop", [0, 1, 5, 12])
-def test_resumed_search_goes_on_as_if_never_stopped(stop: int) -> None:
-    whole, part, resumed = (RankSearch(124, 4, 2, stop_at_crossing=True) for _ in range(3))
-    seconds = linear(dense=0.5)
-    expected = run(whole, seconds)
-    for _ in range(stop):
-        assert part.probe is not None
-        part.observe(seconds(part.probe))
-    resumed.load_state_dict(json.loads(json.dumps(part.state_dict())))
-    assert run(resumed, seconds) == expected[stop:]
-    assert (resumed.r_max(), resumed.times) == (whole.r_max(), whole.times)

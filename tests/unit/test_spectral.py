@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgc.compressors import Gradient
 from edgc.control.policies.spectral import Spectral, SpectralConfig
+from edgc.control.rank_model import StageModel
+from edgc.engine import Engine
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
+from edgc.sections import EntropyConfig
+from tests.workers import run_workers
 
 ROWS, COLUMNS = 256, 384
 
@@ -176,16 +182,62 @@ def test_what_says_nothing_is_left_out(unknown: MatrixSpectrum) -> None:
 
 
 def test_smoothing_weighs_the_newest_window() -> None:
-    curves = Spectral(SpectralConfig(smoothing=0.25), 2)
+    curves = Spectral(SpectralConfig(smoothing=0.25), StageModel([(8, 8)]), 2, 100)
     assert curves.smoothed([(0.8, 0.4), None]) == [(0.8, 0.4), None]
     assert curves.smoothed([(0.4, 0.0), (0.5, 0.1)]) == [pytest.approx((0.7, 0.3)), (0.5, 0.1)]
     # A window without spectra says nothing, but does not forget either.
     assert curves.smoothed([None, None]) == [None, None]
     saved = json.loads(json.dumps(curves.state_dict()))
-    resumed = Spectral(SpectralConfig(smoothing=0.25), 2)
+    resumed = Spectral(SpectralConfig(smoothing=0.25), StageModel([(8, 8)]), 2, 100)
     resumed.load_state_dict(saved)
     following: list[tuple[float, ...] | None] = [(0.3, 0.3), (0.1, 0.1)]
     assert resumed.smoothed(following) == curves.smoothed(following) == [
         pytest.approx((0.6, 0.3)),
         pytest.approx((0.4, 0.1)),
     ]  # fmt: skip
+
+
+# --------------------------------------------------------------------- in an engine, on two workers
+
+SHAPES = {"a": (64, 96), "b": (96, 64)}
+# Without error feedback, so that what is left over is what the spectra say; with it, see test_mean_error.py.
+SETTLING: dict[str, Any] = {
+    "r_max": 16,
+    "r_min": 4,
+    "window": 4,
+    "step_limit": 100,
+    "target_error": 0.3,
+    "smoothing": 1.0,
+    "warmup_fraction": 0.0,
+    "warmup_limit_fraction": 0.0,
+    "min_compression_elements": 64,
+    "error_feedback": False,
+    "entropy": EntropyConfig(iteration_rate=1.0),
+}
+
+
+def settled() -> list[tuple[int | None, float | None]]:
+    """The rank of a stage, and the worker's error, where both workers reduce matrices with singular values
+    exp(-k / 8)."""
+    engine, told = Engine(SpectralConfig(**SETTLING), stage=0, shapes=[[*SHAPES.values()]], iterations=40), []
+    matrices = {}
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        generator = torch.Generator().manual_seed(seed)
+        u, v = (torch.linalg.qr(torch.randn(side, 64, generator=generator)).Q for side in shape)
+        matrices[name] = (u * torch.exp(-torch.arange(64) / 8.0)) @ v.T
+    for _ in range(40):
+        engine.reduce([Gradient(name, matrix.clone()) for name, matrix in matrices.items()], None)
+        engine.end_iteration()
+        assert engine.last is not None
+        told.append((engine.last.rank, engine.last.statistics.worker_error))
+    return told
+
+
+def test_the_rank_settles_where_the_true_error_meets_the_target() -> None:
+    squares = torch.exp(-torch.arange(64) / 4.0)
+    true = {rank: float((squares[rank:].sum() / squares.sum()).sqrt()) for rank in (8, 12)}
+    assert true[8] > 0.3 >= true[12]
+    for worker in run_workers(2, settled):
+        ranks, errors = zip(*worker, strict=True)
+        assert ranks[:4] == (None,) * 4 and ranks[-16:] == (12,) * 16
+        assert errors[-1] == pytest.approx(true[12], rel=0.02)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgc.checks import one_of, require
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.quantization import LEVELS, Blocks, QuantisedMean, Quantiser
-from edgc.description import Example, Look
+from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 

@@ -13,7 +13,7 @@ from typing import Any
 from edgc.checks import number, require
 from edgc.compressors.base import Compressor
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
-from edgc.description import Example, Look
+from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides, to_device

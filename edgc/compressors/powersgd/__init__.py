@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgc.checks import one_of
-from edgc.config import CompressingConfig, ConstantConfig
-from edgc.description import Example, Look
+from edgc.config import CompressingConfig, ConstantConfig, Example, Look
 from edgc.errors import UserError
 
 if TYPE_CHECKING:

@@ -240,12 +240,12 @@ class PowerSGD(KeepsErrors):
             work.registered = self.config.warm_start
 
     def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
-        key = (rank, *((g.name, g.tensor.shape, g.tensor.dtype, g.tensor.device, g.rank) for g in gradients))
+        key = (rank, *((g.name, g.tensor.shape, g.tensor.dtype, g.tensor.device) for g in gradients))
         work = self._workspaces.get(gradients[0].name)
         if work is None or work.key != key:
             names = {gradient.name for gradient in gradients}
             self._discard(names)
-            factored = [g for g in gradients if rank is not None and self._factors(g.tensor, g.rank or rank)]
+            factored = [g for g in gradients if rank is not None and self._factors(g.tensor, rank)]
             passes = self._on_cpu if host_decides(gradients[0].tensor.device) else self._on_gpu
             groups = self._state.groups(factored, rank or 1, batched=not passes.decides, deferred=self.deferred)
             work = Workspace(gradients, groups, self.config, passes, key)

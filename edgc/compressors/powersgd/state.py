@@ -102,7 +102,7 @@ class State:
             del self._turning[name]
 
     def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool, deferred: bool) -> list[Group]:
-        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape, rank and side
+        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape and side
         together if they are one tensor.
 
         Raises:
@@ -113,14 +113,14 @@ class State:
             last = members[-1] if members and batched else []
             if (
                 last
-                and (last[0].tensor.shape, last[0].rank) == (gradient.tensor.shape, gradient.rank)
+                and last[0].tensor.shape == gradient.tensor.shape
                 and self._side(last[0].name) == self._side(gradient.name)
                 and batch_view([g.tensor for g in [*last, gradient]]) is not None
             ):
                 last.append(gradient)
             else:
                 members.append([gradient])
-        return [self._group(group, group[0].rank or rank, deferred) for group in members]
+        return [self._group(group, rank, deferred) for group in members]
 
     def _side(self, name: str) -> int:
         """Side of the factor to begin with."""

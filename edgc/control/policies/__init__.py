@@ -3,5 +3,5 @@
 Their contract is :mod:`edgc.control.policies.base`.
 
 A file here is a policy if it has a type of settings (:class:`edgc.control.settings.PolicyConfig`) with a ``policy``:
-its name, its settings, and :meth:`~edgc.control.settings.PolicyConfig.start`. There is no list to add it to.
+its name, its settings, and its ``rule``. There is no list to add it to.
 """

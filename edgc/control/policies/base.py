@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
+from edgc.control.rank_model import StageModel
 from edgc.control.settings import PolicyConfig, SteppedConfig
 from edgc.measurement.spectral import Curve
 
@@ -112,7 +113,12 @@ class Move(NamedTuple):
 
 
 class Policy(ABC):
-    """Rule of one run; built by :meth:`edgc.control.settings.PolicyConfig.start`.
+    """Rule of one run.
+
+    Args:
+        model: of the first stage's errors.
+        stages: number of stages.
+        iterations: length of the run.
 
     Attributes:
         uses_curves: whether reports are to have error curves.
@@ -122,8 +128,8 @@ class Policy(ABC):
     uses_curves: ClassVar[bool] = False
     reference_windows = 1
 
-    def __init__(self, config: PolicyConfig) -> None:
-        self.config = config
+    def __init__(self, config: PolicyConfig, model: StageModel, stages: int, iterations: int) -> None:
+        self.config, self.model, self.stages, self.iterations = config, model, stages, iterations
 
     def begin(self, iteration: int, r_max: int) -> int:
         """Rank of stage 0 after warm-up, which ``iteration`` ends."""

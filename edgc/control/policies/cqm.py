@@ -9,36 +9,9 @@ from typing import Any
 
 from edgc.checks import number
 from edgc.control.policies.base import History, MeansPolicy, Move, WindowEnd
-from edgc.control.rank_model import StageModel, next_rank
+from edgc.control.rank_model import next_rank
 from edgc.control.settings import SteppedConfig
 from edgc.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class CQMConfig(SteppedConfig):
-    """EDGC as the paper has it (section on CQM).
-
-    The ranks of a whole run hang on one number, the entropy at the end of warm-up, and on small differences from it: at
-    the shapes of the paper's 12.1-billion model a fall of 0.03 nats, a window's noise, takes rank 64 to its lower limit
-    of 16. So every decision says which ranks it would have asked for one standard error away.
-
-    Attributes:
-        reference_windows: how many of the last windows of warm-up the reference entropy is the mean of (ours).
-        hysteresis: the rank moves only when the entropy has changed by more than so many standard errors since it last
-            moved; 0, as in the paper: at every window's end (ours).
-    """
-
-    policy: str = "cqm"
-    reference_windows: int = 1
-    hysteresis: float = 0.0
-
-    def _check(self) -> None:
-        super()._check()
-        self._whole("reference_windows", 1)
-        number("hysteresis", self.hysteresis, 0)
-
-    def start(self, model: StageModel, stages: int, iterations: int) -> CQM:
-        return CQM(self, model)
 
 
 class CQM(MeansPolicy):
@@ -46,9 +19,9 @@ class CQM(MeansPolicy):
 
     config: CQMConfig
 
-    def __init__(self, config: CQMConfig, model: StageModel) -> None:
-        super().__init__(config)
-        self._model, self.reference_windows = model, config.reference_windows
+    def __init__(self, config: CQMConfig, *run: Any) -> None:
+        super().__init__(config, *run)
+        self.reference_windows = config.reference_windows
         self._moved_at: tuple[float, float] | None = None  # entropy when the rank last moved, and its standard error
 
     def target(self, now: float, end: WindowEnd) -> Move:
@@ -57,7 +30,7 @@ class CQM(MeansPolicy):
         error, hysteresis = end.history.entropy.error or 0.0, self.config.hysteresis
         noise = math.hypot(error, reference_error)
         rank, low, high = (
-            next_rank(self._model, reference_rank, reference, now + shift) for shift in (0.0, -noise, noise)
+            next_rank(self.model, reference_rank, reference, now + shift) for shift in (0.0, -noise, noise)
         )
         why = f"entropy {now - reference:+.4f} nats from the reference asks for rank {rank:.1f}"
         if noise:
@@ -81,3 +54,28 @@ class CQM(MeansPolicy):
             fix = "choose the policy that the run was started with"
             raise UserError("policy cqm needs an entropy at the end of warm-up, which the state lacks", fix=fix)
         return super().go_on(iteration, rank, history, r_min, r_max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CQMConfig(SteppedConfig):
+    """EDGC as the paper has it (section on CQM).
+
+    The ranks of a whole run hang on one number, the entropy at the end of warm-up, and on small differences from it: at
+    the shapes of the paper's 12.1-billion model a fall of 0.03 nats, a window's noise, takes rank 64 to its lower limit
+    of 16. So every decision says which ranks it would have asked for one standard error away.
+
+    Attributes:
+        reference_windows: how many of the last windows of warm-up the reference entropy is the mean of (ours).
+        hysteresis: the rank moves only when the entropy has changed by more than so many standard errors since it last
+            moved; 0, as in the paper: at every window's end (ours).
+    """
+
+    rule = CQM
+    policy: str = "cqm"
+    reference_windows: int = 1
+    hysteresis: float = 0.0
+
+    def _check(self) -> None:
+        super()._check()
+        self._whole("reference_windows", 1)
+        number("hysteresis", self.hysteresis, 0)

@@ -8,12 +8,32 @@ from itertools import pairwise
 from typing import Any
 
 from edgc.checks import integer, number, require
+from edgc.config import Example, Look
 from edgc.control.policies.base import History, Move, Policy, WindowEnd
-from edgc.control.rank_model import StageModel
-from edgc.control.settings import GivenConfig
-from edgc.description import Example, Look
+from edgc.control.settings import GivenConfig, Schedule
 
-Schedule = tuple[tuple[float, int], ...]
+
+class Scheduled(Policy):
+    """Moves stage 0 as :func:`scheduled` says."""
+
+    config: GivenConfig
+
+    def begin(self, iteration: int, r_max: int) -> int:
+        return scheduled(self.config.table, iteration, self.iterations)
+
+    def move(self, end: WindowEnd) -> Move:
+        new = scheduled(self.config.table, end.iteration, self.iterations)
+        return Move((new,), f"schedule; rank {end.ranks[0]} -> {new}")
+
+    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
+        return self.begin(iteration, r_max)
+
+
+class Fixed(Scheduled):
+    """Leaves stage 0 where it is."""
+
+    def move(self, end: WindowEnd) -> Move:
+        return Move(None, "fixed rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +44,7 @@ class FixedConfig(GivenConfig):
         rank: of stage 0.
     """
 
+    rule = Fixed
     policy: str = "fixed"
     rank: int
 
@@ -34,11 +55,8 @@ class FixedConfig(GivenConfig):
         self._whole("rank", 1)
 
     @property
-    def ranks_given(self) -> tuple[int, ...]:
-        return (self.rank,)
-
-    def start(self, model: StageModel, stages: int, iterations: int) -> Fixed:
-        return Fixed(self, ((0.0, self.rank),), iterations)
+    def table(self) -> Schedule:
+        return ((0.0, self.rank),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +68,7 @@ class ScheduleConfig(GivenConfig):
             window on. Warm-up comes first, as under every policy.
     """
 
+    rule = Scheduled
     policy: str = "schedule"
     schedule: Schedule
 
@@ -60,36 +79,8 @@ class ScheduleConfig(GivenConfig):
         object.__setattr__(self, "schedule", _checked(self.schedule))
 
     @property
-    def ranks_given(self) -> tuple[int, ...]:
-        return tuple(rank for _, rank in self.schedule)
-
-    def start(self, model: StageModel, stages: int, iterations: int) -> Scheduled:
-        return Scheduled(self, self.schedule, iterations)
-
-
-class Scheduled(Policy):
-    """Moves stage 0 as :func:`scheduled` says."""
-
-    def __init__(self, config: GivenConfig, schedule: Schedule, iterations: int) -> None:
-        super().__init__(config)
-        self.schedule, self.iterations = schedule, iterations
-
-    def begin(self, iteration: int, r_max: int) -> int:
-        return scheduled(self.schedule, iteration, self.iterations)
-
-    def move(self, end: WindowEnd) -> Move:
-        new = scheduled(self.schedule, end.iteration, self.iterations)
-        return Move((new,), f"schedule; rank {end.ranks[0]} -> {new}")
-
-    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
-        return scheduled(self.schedule, iteration, self.iterations)
-
-
-class Fixed(Scheduled):
-    """Leaves stage 0 where it is."""
-
-    def move(self, end: WindowEnd) -> Move:
-        return Move(None, "fixed rank")
+    def table(self) -> Schedule:
+        return self.schedule
 
 
 def scheduled(schedule: Sequence[tuple[float, int]], iteration: int, iterations: int) -> int:

@@ -5,38 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from edgc.config import Look
 from edgc.control.policies.base import History, MeansPolicy, Move, WindowEnd
-from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
-from edgc.description import Look
 from edgc.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReleasedConfig(SteppedConfig):
-    """EDGC as in the public code (repository xiaoao-666/EDGC, commit 69a7674)."""
-
-    policy: str = "released"
-
-    look = Look("EDGC (released policy)", "#E69F00", "^", "--")
-
-    def start(self, model: StageModel, stages: int, iterations: int) -> Released:
-        return Released(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig(SteppedConfig):
-    """Ranks by the change of the training loss, which must be told with ``add_loss``.
-
-    The rule of the public code HYGON-AI/Megatron-LM-das, commit 46178f3.
-    """
-
-    policy: str = "loss"
-
-    look = Look("follows the loss", "#CC3311", "2", ":")
-
-    def start(self, model: StageModel, stages: int, iterations: int) -> Loss:
-        return Loss(self)
 
 
 class Released(MeansPolicy):
@@ -57,6 +29,29 @@ class Loss(Released):
         if iteration > 1 and not history.loss.first and math.isnan(loss):
             problem = f"policy loss was not told a training loss in the first {iteration} iterations"
             raise UserError(problem, fix="call add_loss(loss) after every backward, on at least one rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasedConfig(SteppedConfig):
+    """EDGC as in the public code (repository xiaoao-666/EDGC, commit 69a7674)."""
+
+    rule = Released
+    policy: str = "released"
+
+    look = Look("EDGC (released policy)", "#E69F00", "^", "--")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig(SteppedConfig):
+    """Ranks by the change of the training loss, which must be told with ``add_loss``.
+
+    The rule of the public code HYGON-AI/Megatron-LM-das, commit 46178f3.
+    """
+
+    rule = Loss
+    policy: str = "loss"
+
+    look = Look("follows the loss", "#CC3311", "2", ":")
 
 
 def by_change(quantity: str, r_min: int, r_max: int, first: list[float], previous: float | None, now: float) -> Move:

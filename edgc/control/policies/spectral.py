@@ -8,40 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgc.checks import number
+from edgc.config import Look
 from edgc.control.policies.base import Move, Policy, WindowEnd
-from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
-from edgc.description import Look
 from edgc.measurement.spectral import Curve
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpectralConfig(SteppedConfig):
-    """Ranks by error curves (all ours). Without alignment each stage moves by its own.
-
-    Attributes:
-        target_error: share of its norm that the mean over workers of M = G + E may lack.
-        smoothing: weight of the newest window in the running mean of the error curve.
-        monotone: the rank may fall and never rise again (a gentle decrease measured better than an increase at equal
-            bytes).
-        per_layer: share out the bytes of a stage's rank among its matrices so that the predicted error is least.
-    """
-
-    policy: str = "spectral"
-    target_error: float = 0.3
-    smoothing: float = 0.5
-    monotone: bool = False
-    per_layer: bool = False
-
-    look = Look("EDGC (spectral)", "#009E73", "v", "-.")
-
-    def _check(self) -> None:
-        super()._check()
-        number("target_error", self.target_error, 0, 1, open_low=True)
-        number("smoothing", self.smoothing, 0, 1, open_low=True)
-
-    def start(self, model: StageModel, stages: int, iterations: int) -> Spectral:
-        return Spectral(self, stages)
 
 
 class Spectral(Policy):
@@ -50,11 +20,10 @@ class Spectral(Policy):
     config: SpectralConfig
     uses_curves = True
 
-    def __init__(self, config: SpectralConfig, stages: int) -> None:
-        super().__init__(config)
-        self.stages = stages
+    def __init__(self, *run: Any) -> None:
+        super().__init__(*run)
         self._grid: tuple[int, ...] = ()
-        self._curves: list[Curve | None] = [None] * stages
+        self._curves: list[Curve | None] = [None] * self.stages
 
     def move(self, end: WindowEnd) -> Move:
         if self._grid != tuple(end.grid):  # r_max has changed: curves have other points
@@ -94,6 +63,31 @@ class Spectral(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._grid = tuple(state["grid"])
         self._curves = [None if curve is None else tuple(map(float, curve)) for curve in state["curves"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralConfig(SteppedConfig):
+    """Ranks by error curves (all ours). Without alignment each stage moves by its own.
+
+    Attributes:
+        target_error: share of its norm that the mean over workers of M = G + E may lack.
+        smoothing: weight of the newest window in the running mean of the error curve.
+        monotone: the rank may fall and never rise again (a gentle decrease measured better than an increase at equal
+            bytes).
+    """
+
+    rule = Spectral
+    policy: str = "spectral"
+    target_error: float = 0.3
+    smoothing: float = 0.5
+    monotone: bool = False
+
+    look = Look("EDGC (spectral)", "#009E73", "v", "-.")
+
+    def _check(self) -> None:
+        super()._check()
+        number("target_error", self.target_error, 0, 1, open_low=True)
+        number("smoothing", self.smoothing, 0, 1, open_low=True)
 
 
 def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> tuple[int, str]:
