@@ -34,7 +34,7 @@ from experiments.bench.steps import (
 )
 from experiments.bench.terminal import Advance, Positive, Rate
 from experiments.bench.testbed import Testbed
-from experiments.simulation.iteration_model import Bucket, Model, Stage
+from experiments.simulation.iteration_model import Bucket, Stage, iterate
 
 ON_TESTBED = True
 SHOWN = "mbit_per_s micro_batches method used"
@@ -187,7 +187,7 @@ def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int
         )
     )
     after = compute.rest + (links[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0)
-    return Model(stages=stages, micro_batches=micro_batches, after=after).run().seconds
+    return iterate(stages, micro_batches, after=after).seconds
 
 
 def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:

@@ -25,7 +25,7 @@ from experiments.bench.gpt import Size
 from experiments.bench.terminal import DELAY, ROUNDS, Advance, Delay, Positive, Rate, spread
 from experiments.bench.testbed import Testbed
 from experiments.bench.workers import Group
-from experiments.simulation.iteration_model import Bucket, Message, Model, Stage
+from experiments.simulation.iteration_model import Bucket, Stage, iterate
 
 ON_TESTBED = True
 SHOWN = "workers mbit_per_s method used"
@@ -196,11 +196,9 @@ def links_of(probes: pd.DataFrame) -> dict[str, Link]:
     }
 
 
-def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[Message, ...]:
-    """The times of one bucket's messages."""
-    return tuple(
-        Message(latency=links[kind].latency, seconds=size / links[kind].bandwidth) for kind, size in sent if size
-    )
+def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[float, ...]:
+    """Seconds of one bucket's messages."""
+    return tuple(links[kind].seconds(size) for kind, size in sent if size)
 
 
 def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
@@ -225,7 +223,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         behind = part if messages else 0.0
         buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
     stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
-    return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
+    return iterate((stage,), 1, overlap=True, after=compute.rest).seconds
 
 
 def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:

@@ -27,7 +27,6 @@ from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.common.written_tables import csv_text
 from experiments.simulation import placement
-from experiments.simulation.activation_memory import stage_bytes
 from experiments.simulation.inputs import load_cluster
 from experiments.simulation.placement import GPTShape, StageShard
 from experiments.spec import matrix
@@ -110,7 +109,7 @@ def rows(study: str, scale: str, *, method: str | None, rank: int) -> Iterator[R
         used = config.r_max or rank if isinstance(config, PolicyConfig) else config.fixed_rank
         virtual = VirtualRank(run, stage.stage * shape.tensor * shape.data)
         step = virtual.step(used if config.method == "edgc" else None)
-        formula = virtual.in_flight * stage_bytes(run, stage.stage, shape.padded_vocab)
+        formula = virtual.in_flight * placement.stage_activations(run, stage.stage, shape.padded_vocab)
         yield Row(run, shape, stage, used, step, formula)
 
 

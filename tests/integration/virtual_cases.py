@@ -124,7 +124,7 @@ def _saved(session: Any, run: RunConfig) -> int:
 
 def virtual() -> dict[str, list[dict[str, Any]]]:
     """The same ranks on the meta device."""
-    from experiments.simulation.activation_memory import stage_bytes
+    from experiments.simulation.placement import stage_activations
     from experiments.simulation.virtual_rank import VirtualRank
     from experiments.spec.settings import padded_vocabulary
 
@@ -138,7 +138,7 @@ def virtual() -> dict[str, list[dict[str, Any]]]:
             found.setdefault(name, []).append(
                 asdict(step)
                 | {
-                    "formula": stage_bytes(run, place.coordinates[2], vocabulary),
+                    "formula": stage_activations(run, place.coordinates[2], vocabulary),
                     "total": step.total,
                     "kept": step.kept,
                     "shapes": [shape for _, shape in place.parameters()],
