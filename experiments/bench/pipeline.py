@@ -34,6 +34,7 @@ from experiments.bench.steps import (
 )
 from experiments.bench.terminal import Advance, Positive, Rate
 from experiments.bench.testbed import Testbed
+from experiments.bench.workers import ranks
 from experiments.simulation.iteration_model import Bucket, Stage, iterate
 
 ON_TESTBED = True
@@ -100,7 +101,7 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
     sent: dict[str, Any] = {}
     limit = None
     world = STAGES * REPLICAS
-    with Testbed(world) as testbed, stages.ranks(world, testbed) as group:
+    with Testbed(world) as testbed, ranks(stages.Rank, world, testbed=testbed) as group:
         for rate, count, name in plan.configurations:
             if rate != limit:
                 testbed.limit(rate or None)

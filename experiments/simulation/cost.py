@@ -323,7 +323,7 @@ def buckets(model: Model, stage: StageShard, cost: Cost) -> tuple[Bucket, ...]:
     count = max(1, math.ceil(stage.parameters / model.cluster.compute.bucket_elements.value))
     # Every bucket pays the latency of its own collectives, which depend on each other; a reduction's cost has it once.
     part = max(0.0, cost.communication - cost.latency) / count
-    compress, messages = cost.compress / count, (cost.latency + part,)
+    compress, messages = cost.compress / count, ((cost.latency, part),)
     return tuple(Bucket(share=(i + 1) / count, compress=compress, messages=messages) for i in range(count))
 
 

@@ -36,14 +36,14 @@ class Bucket:
         share: of the stage's last backward step after which they are complete, in (0, 1].
         compress, decompress: seconds of this device before the first and after the last message.
         between: seconds of this device after each message that another one follows, which has to wait for it.
-        messages: seconds of collectives, one after another.
+        messages: collectives, one after another: seconds that no bandwidth shortens, and seconds at full speed.
     """
 
     share: float = 1.0
     compress: float = 0.0
     between: float = 0.0
     decompress: float = 0.0
-    messages: tuple[float, ...] = ()
+    messages: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,9 @@ def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tup
     for bucket in sorted(stage.buckets, key=complete):
         spent += bucket.compress
         link = max(link, complete(bucket) + spent)
-        for index, message in enumerate(bucket.messages):
+        for index, (latency, seconds) in enumerate(bucket.messages):
             pause = bucket.between if index else 0.0
-            link = link + pause + message
+            link = link + pause + latency + seconds
             spent += pause
         decompress += bucket.decompress
     computed = last.end + (spent if overlap else 0.0)

@@ -257,7 +257,7 @@ def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> in
     return max(len(groups) for groups in on_node.values())
 
 
-def layer_activations(run: RunConfig, *, keeps_scores: bool = True) -> float:
+def layer_activations(run: RunConfig) -> float:
     """Bytes that one layer keeps for its backward pass, for one micro-batch on one GPU.
 
     An independent check of what :mod:`experiments.simulation.virtual_rank` counts. With s tokens, b sequences, h hidden
@@ -271,10 +271,7 @@ def layer_activations(run: RunConfig, *, keeps_scores: bool = True) -> float:
     With w = 2 that is equation (2), s b h (10 + 24/t + 5 a s / (h t)). Without dropout there are no masks, and the
     result of the scores' dropout is the softmax itself; with sequence parallelism everything is divided by t (equation
     4). Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
-    section 4, there for 2-byte activations.
-
-    Args:
-        keeps_scores: False for attention that recomputes them (FlashAttention); Megatron's own keeps them.
+    section 4, there for 2-byte activations. Megatron's own attention keeps the scores.
     """
     model, t = run.model, run.parallel.tensor
     width, length = ACTIVATION_BYTES[run.train.precision], model.sequence_length
@@ -282,7 +279,7 @@ def layer_activations(run: RunConfig, *, keeps_scores: bool = True) -> float:
     feed_forward = (model.ffn_hidden or 4 * model.hidden) / model.hidden
     whole: float = 4 * width + 2 * masks
     divided = (4 + 2 * feed_forward) * width
-    scores = (width * (1 + masks) + masks) * model.heads * length / model.hidden if keeps_scores else 0.0
+    scores = (width * (1 + masks) + masks) * model.heads * length / model.hidden
     if run.parallel.sequence:
         whole /= t
     return tokens * model.hidden * (whole + (divided + scores) / t)

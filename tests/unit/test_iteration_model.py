@@ -38,7 +38,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Stage], int, bool]:
     stages = []
     for _ in range(draw(st.integers(1, 4))):
         a, b, c, d = draw(st.tuples(*[seconds] * 4))
-        buckets = (Bucket(share=0.5, compress=a, messages=(b,)), Bucket(decompress=c, messages=(d,)))
+        buckets = (Bucket(share=0.5, compress=a, messages=((0.0, b),)), Bucket(decompress=c, messages=((d, 0.0),)))
         stages.append(Stage(forward=a, backward=b, to_next=c, to_previous=d, buckets=buckets))
     return stages, draw(st.integers(1, 3)) * len(stages), draw(st.booleans())
 
@@ -69,7 +69,7 @@ def test_a_slower_part_never_makes_the_iteration_shorter(
     stages, micro_batches, overlap = case
     slower = list(stages)
     old = slower[index := which % len(stages)]
-    buckets = tuple(replace(bucket, messages=(*bucket.messages, more)) for bucket in old.buckets)
+    buckets = tuple(replace(bucket, messages=(*bucket.messages, (0.0, more))) for bucket in old.buckets)
     slower[index] = replace(old, backward=old.backward + more, to_next=old.to_next + more, buckets=buckets)
     seconds = [iterate(what, micro_batches, overlap=overlap).seconds for what in (slower, stages)]
     assert seconds[0] >= seconds[1] - 1e-9
@@ -84,12 +84,12 @@ def ends(buckets: tuple[Bucket, ...], micro_batches: int, *, overlap: bool) -> t
 
 def test_buckets_in_numbers() -> None:
     # Two pauses; beside backward they lengthen it. After a last message there is none.
-    pauses = (Bucket(share=0.5, between=0.25, messages=(1.0, 1.0, 1.0)), Bucket(between=9.0, messages=(0.5,)))
+    pauses = (Bucket(share=0.5, between=0.25, messages=((0.0, 1.0),) * 3), Bucket(between=9.0, messages=((0.0, 0.5),)))
     assert ends(pauses, 1, overlap=True) == pytest.approx((3.0 + 0.5, 2.0 + 3.5 + 0.5, 6.1))
     assert ends(pauses, 1, overlap=False) == pytest.approx((3.0, 3.0 + 3.5 + 0.5, 7.1))
     buckets = (
-        Bucket(share=1.0, compress=0.5, decompress=0.25, messages=(1.0, 0.5)),
-        Bucket(share=0.5, compress=0.5, messages=(3.0,)),
+        Bucket(share=1.0, compress=0.5, decompress=0.25, messages=((0.0, 1.0), (0.5, 0.0))),
+        Bucket(share=0.5, compress=0.5, messages=((0.0, 3.0),)),
     )
     # Steps end at 6; one after another: 0.5 + 1 + 0.5, 0.5 beside them + 3, 0.25.
     assert ends(buckets, 2, overlap=False) == pytest.approx((6.0, 11.25, 11.35))
