@@ -31,14 +31,13 @@ from edgc.runtime.channel import Stopwatch, mark
 from experiments.bench import lower_bound, machine, terminal
 from experiments.bench.collectives import join
 from experiments.bench.engines import Copy, Engine, Ours, Shape, TorchHook, entries, layer_shapes, make
-from experiments.bench.kernels import kernel_sums, kernels, timed
+from experiments.bench.kernels import Timings, kernels, timed
 from experiments.bench.terminal import Advance, Positive, device_of, one_of, spread
 from experiments.bench.workers import Group, Worker, ranks
 
 SHOWN = "network allocator threads rank engine factor_dtype"
 VALUES = "cpu_ms wall_ms kernel_ms relative_error speedup_cpu speedup_wall ratio_to_floor"
 FLOOR = ("products", "orthogonalisation")
-BF16_PRODUCTS = "torch+bf16"  # our engine works in fp32 whatever the process allows
 # THP_MEM_ALLOC_ENABLE is torch's: large blocks in huge pages. The other three tell glibc never to give memory back, so
 # that a block that is freed and allocated again causes no page fault.
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -144,33 +143,26 @@ class Key(NamedTuple):
     threads: int
     allocator: str
     network: str  # none or gloo
-    variant: str  # copy, torch or the type of our factors, with +bf16 behind it for bf16 products
+    variant: str  # copy, torch or the type of our factors
 
     def columns(self) -> dict[str, Any]:
-        """Setting and engine in columns: ``torch+bf16`` is torch's hook with bf16 products, ``int8`` our engine with
-        such factors."""
-        name, _, matmul = self.variant.partition("+")
+        """Setting and engine in columns: ``int8`` is our engine with such factors."""
+        columns = self._asdict()
+        name = columns.pop("variant")
         ours = name not in ("copy", "torch")
-        columns = self._asdict() | {"engine": "edgc" if ours else name, "factor_dtype": name if ours else ""}
-        del columns["variant"]
-        return columns | {"products": "" if name == "copy" else (matmul or "fp32")}
+        columns |= {"engine": "edgc" if ours else name, "factor_dtype": name if ours else ""}
+        return columns | {"products": "" if name == "copy" else "fp32"}
 
 
 @dataclass
-class Measurements:
+class Measurements(Timings[Key]):
     """Answers of the workers.
 
     Attributes:
-        facts: relative error and bytes of one step, or why there is no timing.
-        rounds: seconds of each part, one entry a round; of two ranks the slower one's.
         floor: of a setting (a key whose variant is empty): seconds of each part, one entry a round.
-        kernels: of one step, see :func:`experiments.bench.kernels.kernels`.
     """
 
-    facts: dict[Key, dict[str, Any] | str] = field(default_factory=dict)
-    rounds: dict[Key, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
     floor: dict[Key, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    kernels: dict[Key, pd.DataFrame] = field(default_factory=dict)
 
 
 def layers_that_fit(model: str, free: int) -> int:
@@ -219,12 +211,6 @@ def _section(plan: Plan, data: Measurements, groups: dict[str, Group], base: Key
     for allocator, group in groups.items():
         variants = ["copy", "torch", *FACTORS] if group is first else ["torch", "fp32"]
         setting = base._replace(allocator=allocator)
-        if group is first and alone and plan.device == "cpu":
-            if machine.bf16_matmul():
-                variants.append(BF16_PRODUCTS)
-            else:
-                missing = "not available: the processor has neither AMX nor AVX-512 BF16"
-                data.facts[setting._replace(variant=BF16_PRODUCTS)] = missing
         [facts, *_] = group.ask("prepare", variants=variants, rank=base.rank, threads=base.threads)
         for variant, fact in facts.items():
             key = setting._replace(variant=variant)
@@ -268,9 +254,7 @@ class Engines:
     """The worker: gradients, engines and the floor of one rank at a time.
 
     Alone it times engines without a network, as one of two ranks with gloo.
-
-    A variant is named ``copy``, ``torch`` or the ``factor_dtype`` of ours, and with ``+bf16`` behind it runs with
-    bf16 matrix products.
+    A variant is named ``copy``, ``torch`` or the ``factor_dtype`` of ours.
     """
 
     def __init__(self) -> None:
@@ -315,40 +299,29 @@ class Engines:
             self.floors[part.__name__] = part(self.shapes, rank, self.device)
 
     def _build(self, name: str, rank: int) -> Engine:
-        engine, _, _ = name.partition("+")
-        if engine == "copy":
+        if name == "copy":
             return Copy(self.shapes, self.group, self.buffer)
-        if engine == "torch":
+        if name == "torch":
             return TorchHook(self.shapes, rank, self.group, self.buffer)
-        return Ours(self.shapes, rank, self.group, engine)
+        return Ours(self.shapes, rank, self.group, name)
 
     def _settle(self, name: str) -> dict[str, Any]:
         """Steps that are not timed: the warm start follows the gradients, and buffers are there."""
         for _ in range(SETTLE - 1):
             self._load_gradient()
-            self._step(name)
+            self.variants[name].step(self.buffer)
         self._load_gradient()
         errors = self.variants[name].errors()
         mean = self.buffer.float() if errors is None else self.buffer.float() + errors
         if self.group is not None:
             dist.all_reduce(mean, group=self.group)
             mean /= dist.get_world_size(self.group)
-        done = self._step(name)
+        done = self.variants[name].step(self.buffer)
         return {"relative_error": float((mean - self.buffer.float()).norm() / mean.norm()), "bytes": done.bytes}
 
     def _load_gradient(self) -> None:
         self.buffer.copy_(self.gradients[self.turn % GRADIENTS])
         self.turn += 1
-
-    def _step(self, name: str) -> Statistics:
-        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        before = matmul.fp32_precision
-        if name.endswith("+bf16"):
-            matmul.fp32_precision = "bf16"
-        try:
-            return self.variants[name].step(self.buffer)
-        finally:
-            matmul.fp32_precision = before
 
     def run(self, name: str) -> dict[str, float]:
         """One timed step of a variant, or one round of a part of the floor."""
@@ -359,13 +332,15 @@ class Engines:
             dist.barrier(group=self.group)
         packed = self.packing.seconds
         steps: list[Statistics] = []
-        times = timed(lambda: steps.append(self._step(name)), self.device)
+        times = timed(lambda: steps.append(self.variants[name].step(self.buffer)), self.device)
         times |= {part: getattr(steps[0], part).seconds for part in ("compress", "communicate", "decompress")}
         return times | {"pack": self.packing.seconds - packed}
 
     def kernels(self, name: str) -> pd.DataFrame:
         """Kernels of one step of a variant, the longest first."""
-        return kernels(lambda: self._step(name), self.device, steps=PROFILED, before=self._load_gradient)
+        return kernels(
+            lambda: self.variants[name].step(self.buffer), self.device, steps=PROFILED, before=self._load_gradient
+        )
 
 
 def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
@@ -380,36 +355,26 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     ``kernel_ms`` is the time of all kernels (on a CPU: operations) of one step and ``kernel_calls`` their number, where
     they were profiled.
     """
-    rounds = [
-        {**key.columns(), "round": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
-        for key, rows in data.rounds.items()
-        for index, times in enumerate(rows)
+    rows = [
+        {"device": plan.device, **key.columns(), **data.summary(key, PARTS, "repeats"), **_ratios(plan, data, key)}
+        for key in data.facts
     ]
-    engines = [{"device": plan.device, **key.columns(), **_summary(plan, data, key)} for key in data.facts]
-    frames = {"engine": pd.DataFrame(engines), "engine_rounds": pd.DataFrame(rounds)}
-    if plan.kernels:
-        parts = [pd.DataFrame(key.columns(), part.index).join(part) for key, part in data.kernels.items()]
-        frames["engine_kernels"] = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-    return frames
+    frames = {"engine": pd.DataFrame(rows), "engine_rounds": data.round_table(Key.columns, PARTS, "round")}
+    return frames | ({"engine_kernels": data.kernel_table(Key.columns)} if plan.kernels else {})
 
 
-def _summary(plan: Plan, data: Measurements, key: Key) -> dict[str, Any]:
-    fact = data.facts[key]
-    if isinstance(fact, str):
-        return {"status": fact}
-    rounds = pd.DataFrame(data.rounds[key])
-    row: dict[str, Any] = {"status": "ok", "repeats": len(rounds), **fact}
-    for part in PARTS:
-        row |= spread(f"{part}_ms", 1e3 * rounds[part])
-    for allocator in plan.allocators:  # torch's time over this, round by round
+def _ratios(plan: Plan, data: Measurements, key: Key) -> dict[str, float]:
+    """Torch's time over this, round by round, and this over the floor."""
+    if key not in data.rounds:
+        return {}
+    rounds, row = pd.DataFrame(data.rounds[key]), dict[str, float]()
+    for allocator in plan.allocators:
         torch_key = key._replace(allocator=allocator, variant="torch")
         if torch_key in data.rounds:
             prefix = "speedup" if allocator == key.allocator else f"speedup_over_{allocator}"
             for clock in ("cpu", "wall"):
                 row |= spread(f"{prefix}_{clock}", pd.DataFrame(data.rounds[torch_key])[clock] / rounds[clock])
-    if key.network == ALONE:
-        row |= _floor(plan, data, key, rounds)
-    return row | (kernel_sums(data.kernels[key]) if key in data.kernels else {})
+    return row | (_floor(plan, data, key, rounds) if key.network == ALONE else {})
 
 
 def _floor(plan: Plan, data: Measurements, key: Key, rounds: pd.DataFrame) -> dict[str, float]:

@@ -1,13 +1,15 @@
-"""Engines that are timed, each replacing a flat buffer of gradients by what it would send, and such gradients.
+"""Engines that are timed, and flat buffers of gradients for them.
 
-Ours, torch's ``powerSGD_hook`` and a dense copy, with collectives done, or answered without a network.
+Ours, torch's ``powerSGD_hook`` and a dense copy, each with its state, for one rank, with collectives done, or answered
+without a network. ``step`` replaces the buffer by the mean over the workers of what the engine sends; times are of this
+rank. ``errors`` is error feedback as one flat fp32 tensor; None if the engine keeps none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -69,16 +71,6 @@ def make(shapes: Sequence[Shape], count: int, *, seed: int, dtype: torch.dtype, 
             torch.randn(matrix.shape, generator=generator, out=matrix)
             matrix.mul_(0.2).addmm_(left * weights, right)
     return [buffer.to(device, dtype) for buffer in buffers]
-
-
-class Engine(Protocol):
-    """One engine with its state, for one rank."""
-
-    def step(self, buffer: Tensor) -> Statistics:
-        """Replace ``buffer``, flat, by the mean over the workers of what the engine sends; times are of this rank."""
-
-    def errors(self) -> Tensor | None:
-        """Error feedback as one flat fp32 tensor; None if the engine keeps none."""
 
 
 class Mirror(Channel):
@@ -209,3 +201,6 @@ class TorchHook:
 
     def errors(self) -> Tensor:
         return self.state.error_dict[0]
+
+
+Engine = Copy | Ours | TorchHook

@@ -1,14 +1,24 @@
-"""A small GPT in plain torch, for timing training steps: the shapes matter, not the text."""
+"""A small GPT in plain torch that trains under DDP, for timing training steps: the shapes matter, not the text."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from edgc.config import EDGCConfig
+from edgc.ddp import Handle, register
+from edgc.runtime.channel import Mark, all_reduce_bytes, mark, seconds_between
 from experiments.common.yaml_settings import Settings
+
+ITERATIONS = 1_000_000  # of the run that our hook is told of; no warm-up ends within what is timed
+Options = dict[str, Any]  # of a trainer: its hook, and what that takes
 
 
 class Size(Settings):
@@ -52,3 +62,91 @@ def batch(size: Size, generator: torch.Generator) -> Tensor:
     """Random tokens, one more than the sequence is long."""
     shape = (size.batch, size.sequence + 1)
     return torch.randint(size.vocabulary, shape, generator=generator)
+
+
+class Trainer:
+    """A model with one way of averaging its gradients.
+
+    Args:
+        options: ``hook`` is ``compute`` (nothing is averaged), ``dense``, ``bf16``, ``torch`` (its ``powerSGD_hook`` of
+            ``rank``), ``ready`` (sends nothing, and notes when buckets are complete) or ``edgc``, with settings of
+            :class:`EDGCConfig`; ``bucket_mb`` where buckets have not DDP's own size.
+        autocast: whether forward runs in bf16 where a GPU has it.
+
+    Attributes:
+        complete: of the last step of hook ``ready``: per bucket, the seconds since the step's start and its entries.
+        bytes: that the last step has sent by the method's own count or the formula of the ring, if that is known.
+        handle: of our hook.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        options: Options,
+        device: str = "cpu",
+        *,
+        autocast: bool = False,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    ) -> None:
+        torch.manual_seed(0)
+        settings = {"bucket_mb": None, **options}
+        self.hook, self.device = settings.pop("hook"), torch.device(device)
+        self.autocast = autocast and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        # DDP's own size is left to DDP, which makes the first bucket smaller than the others.
+        cap = settings.pop("bucket_mb")
+        model = GPT(size).to(self.device)
+        self.model = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        self.optimizer = optimizer(self.model.parameters(), lr=1e-4)  # type: ignore[call-arg]
+        self.entries = sum(parameter.numel() for parameter in model.parameters())
+        self.complete: list[tuple[float, int]] = []
+        self.bytes: int | None = None
+        self.handle: Handle | None = None
+        self.state: powerSGD_hook.PowerSGDState | None = None
+        if self.hook == "ready":
+            # DDP reads a hook's annotations, and wants them as objects.
+            self.model.register_comm_hook(self, lambda trainer, bucket: _ready(trainer, bucket))
+        elif self.hook == "bf16":
+            # Under its own name DDP takes the hook for NCCL alone.
+            compress = default_hooks.bf16_compress_hook
+            self.model.register_comm_hook(dist.group.WORLD, lambda group, bucket: compress(group, bucket))
+        elif self.hook == "torch":
+            options = {"matrix_approximation_rank": settings["rank"], "start_powerSGD_iter": 2}
+            self.state = powerSGD_hook.PowerSGDState(None, **options)
+            self.model.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+        elif self.hook == "edgc":
+            config = EDGCConfig.from_dict({"method": "powersgd", **settings})
+            self.handle = register(self.model, config, iterations=ITERATIONS)
+
+    def step(self, text: Tensor) -> list[Mark]:
+        """One training step; marks of its start, of the ends of forward and backward, and of its end."""
+        alone = self.model.no_sync() if self.hook == "compute" else contextlib.nullcontext()
+        bf16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        compressed = self.state.total_numel_after_compression if self.state else 0
+        self.complete.clear()
+        self.marks = [mark(self.device)]
+        self.optimizer.zero_grad()
+        with alone:
+            with bf16:
+                loss = self.model(text)
+            self.marks.append(mark(self.device))
+            loss.backward()
+        self.marks.append(mark(self.device))
+        self.optimizer.step()
+        self.marks.append(mark(self.device))
+        self.loss = loss.detach()
+        if self.handle is not None:
+            self.bytes = self.handle.last.statistics.bytes if self.handle.last is not None else None
+        else:
+            sent = self.state.total_numel_after_compression - compressed if self.state else self.entries
+            width = {"dense": 4, "bf16": 2, "torch": 4}.get(self.hook, 0)
+            self.bytes = all_reduce_bytes(width * sent, dist.get_world_size())
+        return self.marks
+
+
+def _ready(trainer: Trainer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sends nothing, and notes that a bucket is complete."""
+    started, device = trainer.marks[0], trainer.device
+    trainer.complete.append((seconds_between(started, mark(device)), bucket.buffer().numel()))
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,12 +1,14 @@
 """Times of a call: processor time and wall time; time on the device by kernel, from torch's profiler; on a CPU, where
-there are no kernels, by operation."""
+there are no kernels, by operation; and tables of such times."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pandas as pd
 import torch
@@ -14,6 +16,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.runtime.channel import mark, seconds_between
+from experiments.bench.terminal import spread
+
+K = TypeVar("K")
 
 
 def timed(call: Callable[[], object], device: torch.device) -> dict[str, float]:
@@ -82,6 +87,49 @@ def device_events(events: Iterable[Any], on_gpu: bool) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["kernel", "calls", "ms"])
 
 
-def kernel_sums(kernels: pd.DataFrame) -> dict[str, float]:
-    """Columns of all kernels together."""
-    return {"kernel_ms": kernels["ms"].sum(), "kernel_calls": kernels["calls"].sum()}
+@dataclass
+class Timings(Generic[K]):
+    """Answers of the workers, by what was timed.
+
+    Attributes:
+        facts: of one step, such as its bytes, or why there is no timing.
+        rounds: seconds of each part, one entry a round; of several ranks the slowest one's.
+        kernels: of one step, see :func:`kernels`.
+    """
+
+    facts: dict[K, dict[str, Any] | str] = field(default_factory=dict)
+    rounds: dict[K, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    kernels: dict[K, pd.DataFrame] = field(default_factory=dict)
+
+    def summary(self, key: K, parts: Sequence[str], count: str) -> dict[str, Any]:
+        """Columns of a row: the status, how often it was timed (``count``), facts, medians and quartiles of each part
+        in ms, and all kernels together."""
+        fact = self.facts[key]
+        if isinstance(fact, str):
+            return {"status": fact}
+        rounds = pd.DataFrame(self.rounds[key])
+        row: dict[str, Any] = {"status": "ok", count: len(rounds), **fact}
+        for part in parts:
+            row |= spread(f"{part}_ms", 1e3 * rounds[part])
+        if key in self.kernels:
+            row |= {"kernel_ms": self.kernels[key]["ms"].sum(), "kernel_calls": self.kernels[key]["calls"].sum()}
+        return row
+
+    def round_table(self, columns: Callable[[K], dict[str, Any]], parts: Sequence[str], number: str) -> pd.DataFrame:
+        """A row per round, in ms; ``number`` is the column of its number."""
+        rows = [
+            {**columns(key), number: index, **{f"{part}_ms": 1e3 * times[part] for part in parts}}
+            for key, rounds in self.rounds.items()
+            for index, times in enumerate(rounds)
+        ]
+        return pd.DataFrame(rows)
+
+    def kernel_table(self, columns: Callable[[K], dict[str, Any]], top: int | None = None) -> pd.DataFrame:
+        """The ``top`` longest kernels of each, and the others in a row of their own."""
+        tables = [pd.DataFrame(columns=["kernel", "calls", "ms"])]
+        for key, table in self.kernels.items():
+            rest = table[top:] if top is not None else table[:0]
+            others = {"kernel": f"{len(rest)} others", "calls": rest["calls"].sum(), "ms": rest["ms"].sum()}
+            parts = [table[:top], pd.DataFrame([others])] if len(rest) else [table]
+            tables += [pd.DataFrame(columns(key), part.index).join(part) for part in parts]
+        return pd.concat(tables[1:] or tables, ignore_index=True)

@@ -33,7 +33,6 @@ def describe(device: str) -> dict[str, Any]:
         "caches_kib": _caches(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "huge_pages": _read(HUGE_PAGES),
-        "bf16_matmul": bf16_matmul(),
         "versions": versions(),
         "git": git_state(),
     }
@@ -47,12 +46,6 @@ def free_memory() -> int:
 def slug(text: str) -> str:
     """Name of a folder: lower case, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def bf16_matmul() -> bool:
-    """Report whether the processor multiplies bf16 matrices itself."""
-    cpu = torch.cpu.get_capabilities()
-    return any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def _caches() -> dict[str, int]:

@@ -34,7 +34,8 @@ from experiments.bench.steps import (
 )
 from experiments.bench.terminal import Advance, Positive, Rate
 from experiments.bench.testbed import Testbed
-from experiments.simulation.iteration_model import Bucket, Model, Stage
+from experiments.bench.workers import ranks
+from experiments.simulation.iteration_model import Bucket, Stage, iterate
 
 ON_TESTBED = True
 SHOWN = "mbit_per_s micro_batches method used"
@@ -100,7 +101,7 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
     sent: dict[str, Any] = {}
     limit = None
     world = STAGES * REPLICAS
-    with Testbed(world) as testbed, stages.ranks(world, testbed) as group:
+    with Testbed(world) as testbed, ranks(stages.Rank, world, testbed=testbed) as group:
         for rate, count, name in plan.configurations:
             if rate != limit:
                 testbed.limit(rate or None)
@@ -187,7 +188,7 @@ def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int
         )
     )
     after = compute.rest + (links[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0)
-    return Model(stages=stages, micro_batches=micro_batches, after=after).run().seconds
+    return iterate(stages, micro_batches, after=after).seconds
 
 
 def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:

@@ -34,6 +34,7 @@ from experiments.bench.workers import WorkerError, last_line
 from experiments.common.files import ROOT, atomic_write
 from experiments.common.processes import die_with_parent, stop
 from experiments.common.yaml_settings import Settings, load_yaml, validate
+from experiments.data.prepare import prepare
 from experiments.spec.matrix import load_scale
 from experiments.spec.settings import RunConfig, lay, resolve
 
@@ -107,7 +108,7 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Path:
         ``folder/race``: ``<Mbit/s>/<scale>/race/<run>``, over data in ``<scale>/data``.
 
     Raises:
-        UserError: if no testbed can be made.
+        UserError: if no testbed can be made, or no data.
         WorkerError: a launcher failed; its last line.
     """
     runs, folder = plan.runs(), folder / "race"
@@ -115,7 +116,8 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Path:
     if len(workers) != 1:
         raise UserError("variants differ in their number of workers", where=PATH, fix="use one layout")
     scale = load_race().scale
-    data = prepared(folder, scale)
+    data = folder / scale / "data"
+    prepare(runs[0].data, data / runs[0].data.path, show=False)
     with Testbed(workers.pop()) as testbed:
         for rate in plan.rates:
             testbed.limit(rate)
@@ -128,20 +130,6 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Path:
                     train(run, results, testbed)
                 advance(f"{rate:g} Mbit/s: {run.name}")
     return folder
-
-
-def prepared(folder: Path, scale: str) -> Path:
-    """The folder of a scale's data, prepared if it is not there."""
-    data = folder / scale / "data"
-    name = str(load_scale(scale).defaults["data"]["path"])
-    if not (data / name / "data.yaml").is_file():
-        command = [sys.executable, "-m", "experiments.data", "prepare", "--scale", scale, "--name", name]
-        done = subprocess.run(
-            [*command, "--out", str(data / name)], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise WorkerError(last_line(done.stderr) or f"data: exit code {done.returncode}")
-    return data
 
 
 def train(run: RunConfig, results: Path, testbed: Testbed) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,12 +28,11 @@ from edgc.checks import plain
 from edgc.control.controller import Decision
 from edgc.megatron import cpu_shims
 from edgc.runtime.channel import Mark
-from experiments.bench import terminal, timeline, workers
+from experiments.bench import terminal, timeline
 from experiments.bench.collectives import SEND, Link, join, time_collective
 from experiments.bench.terminal import Advance, spread
-from experiments.bench.testbed import Testbed
 from experiments.bench.timeline import LINK, OPTIMIZER, REDUCTION, Recorder
-from experiments.bench.workers import Group
+from experiments.bench.workers import ranks
 from experiments.common.files import atomic_write
 from experiments.spec.settings import RunConfig
 
@@ -136,7 +134,7 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
     """Train all variants one after another; the trace is written to ``folder``."""
     parts = []
     decisions: dict[str, list[dict[str, Any]]] = {}
-    with ranks(plan.pipeline * plan.data) as group:
+    with ranks(Rank, plan.pipeline * plan.data) as group:
         advance("started")
         for variant in VARIANTS:
             run = settings(plan, variant)
@@ -153,11 +151,6 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
 def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:
     """Times that DAC has measured."""
     return {"timing": [decision["timing"] for decision in data.decisions["dac"] if decision["timing"]]}
-
-
-def ranks(world: int, testbed: Testbed | None = None) -> AbstractContextManager[Group]:
-    """One process per rank, each on a host of ``testbed`` if there is one, joined to a process group."""
-    return workers.ranks(Rank, world, testbed=testbed)
 
 
 def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:

@@ -12,33 +12,27 @@ last, which shows how far the machine has drifted in between.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import resource
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
 from pydantic import Field, model_validator
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-import edgc.ddp
-from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from edgc.runtime.channel import Mark, mark, seconds_between
+from edgc.runtime.channel import Mark, seconds_between
 from experiments.bench import terminal
 from experiments.bench.collectives import join
 from experiments.bench.engine import FACTORS
 from experiments.bench.engines import Mirror
-from experiments.bench.gpt import GPT, Size, batch
-from experiments.bench.kernels import kernel_sums, kernels
+from experiments.bench.gpt import Options, Size, Trainer, batch
+from experiments.bench.kernels import Timings, kernels
 from experiments.bench.machine import slug
-from experiments.bench.terminal import Advance, Positive, device_of, one_of, spread
+from experiments.bench.terminal import Advance, Positive, device_of, one_of
 from experiments.bench.workers import WorkerError, ranks
 
 STRICT = True
@@ -73,7 +67,6 @@ TOP = 40  # kernels of a variant that are kept
 SECONDS = 300.0  # for an answer
 BATCHES = 4
 SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
-ITERATIONS = 1_000_000  # of the run that the hook is told of; no warm-up ends within what is timed
 
 
 class Plan(terminal.Plan, Size):
@@ -115,42 +108,28 @@ class Plan(terminal.Plan, Size):
         return len(self.variants)
 
 
-@dataclass
-class Measurements:
-    """Answers of the workers, by variant.
-
-    Attributes:
-        facts: memory, bytes, error and loss, or why there is no timing.
-        steps: seconds of each part, one entry a step.
-        kernels: of one step, see :func:`experiments.bench.kernels.kernels`.
-    """
-
-    facts: dict[str, dict[str, Any] | str] = field(default_factory=dict)
-    steps: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    kernels: dict[str, pd.DataFrame] = field(default_factory=dict)
-
-
 def bucketed(variant: str) -> tuple[str, int]:
     """Name of a variant with DDP's own buckets, and the MB that its buckets hold."""
     return LARGE.get(variant, (variant, BUCKET_MB))
 
 
-def settings(variant: str, rank: int) -> dict[str, Any] | None:
-    """Settings of our hook; None for the variants that have none."""
-    options = OURS.get(bucketed(variant)[0])
-    if options is None:
-        return None
-    return options | ({"rank": rank} if options["method"] == "powersgd" else {})
+def options(variant: str, rank: int) -> Options:
+    """Options of the variant's :class:`experiments.bench.gpt.Trainer`."""
+    name, bucket_mb = bucketed(variant)
+    found = {"hook": "edgc", **OURS[name]} if name in OURS else {"hook": "torch" if name == TORCH else "dense"}
+    if name == TORCH or found.get("method") == "powersgd":
+        found["rank"] = rank
+    return found | ({"bucket_mb": bucket_mb} if bucket_mb != BUCKET_MB else {})
 
 
-def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
+def measure(plan: Plan, folder: Path, advance: Advance) -> Timings[str]:
     """Run every variant; ``advance`` is told of each, with all that was measured so far: who ends it early keeps that.
     One that fails is noted, and the others go on.
 
     Args:
         folder: where traces are written, ``step_trace_<variant>.json.gz``.
     """
-    data = Measurements()
+    data = Timings[str]()
     for variant in plan.variants:
         start: dict[str, Any] = {"size": plan, "device": plan.device, "autocast": plan.autocast}
         trace = (folder / f"step_trace_{slug(variant)}.json.gz").resolve() if plan.traces else None
@@ -159,14 +138,14 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
                 [steps] = group.ask("steps", within=SECONDS, count=plan.steps)
                 [facts] = group.ask("facts", within=SECONDS)
                 [data.kernels[variant]] = group.ask("kernels", within=SECONDS, trace=trace)
-            data.steps[variant], data.facts[variant] = steps, facts
+            data.rounds[variant], data.facts[variant] = steps, facts
         except WorkerError as error:
             data.facts[variant] = str(error)
         advance(variant, data)
     return data
 
 
-def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
+def tables(plan: Plan, data: Timings[str]) -> dict[str, pd.DataFrame]:
     """A row per variant that was run; a row per step that was timed; the longest kernels of one step of each variant,
     and the rest in a row of its own.
 
@@ -176,41 +155,23 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     all kernels of a step, also of those that ran at once. ``over_ddp_*`` is the difference to plain DDP; its own second
     run shows what of that is drift. ``bytes`` are those that a replica of two would send.
     """
-    rows: list[dict[str, Any]] = []
-    for variant, fact in data.facts.items():
-        method, bucket_mb = bucketed(variant)
-        options = settings(variant, plan.rank) or {}
-        rank = plan.rank if method == TORCH else options.get("rank")
-        rows.append({"device": plan.device, "variant": variant, "bucket_mb": bucket_mb, "rank": rank})
-        if isinstance(fact, str):
-            rows[-1] |= {"status": fact}
-            continue
-        seconds = pd.DataFrame(data.steps[variant])
-        rows[-1] |= {"status": "ok", "steps": len(seconds)}
-        for part in PARTS:
-            rows[-1] |= spread(f"{part}_ms", 1e3 * seconds[part])
-        rows[-1] |= {**kernel_sums(data.kernels[variant]), **fact}
+    rows = [
+        {"device": plan.device, "variant": variant, "bucket_mb": bucketed(variant)[1]}
+        | {"rank": options(variant, plan.rank).get("rank")}
+        | data.summary(variant, PARTS, "steps")
+        for variant in data.facts
+    ]
     table = pd.DataFrame(rows)
     plain = table[(table["variant"] == DDP) & (table["status"] == "ok")]
     for column in ("step_ms", "host_ms", "kernel_ms", "peak_memory_mib"):
         if len(plain) and column in table:
             table[f"over_ddp_{column}"] = table[column] - plain[column].iloc[0]
-    steps = [
-        {"variant": variant, "step": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
-        for variant, times_of_steps in data.steps.items()
-        for index, times in enumerate(times_of_steps)
-    ]
-    longest = [_longest(part).assign(variant=variant) for variant, part in data.kernels.items()]
-    frames = {"step_profile": table, "step_profile_steps": pd.DataFrame(steps)}
-    columns = ["variant", "kernel", "calls", "ms"]
-    kernels = pd.concat(longest)[columns] if longest else pd.DataFrame(columns=columns)
-    return frames | {"step_profile_kernels": kernels}
+    frames = {"step_profile": table, "step_profile_steps": data.round_table(_column, PARTS, "step")}
+    return frames | {"step_profile_kernels": data.kernel_table(_column, TOP)}
 
 
-def _longest(kernels: pd.DataFrame) -> pd.DataFrame:
-    top, rest = kernels[:TOP], kernels[TOP:]
-    others = pd.DataFrame([{"kernel": f"{len(rest)} others", "calls": rest["calls"].sum(), "ms": rest["ms"].sum()}])
-    return pd.concat([top, others]) if len(rest) else top
+def _column(variant: str) -> dict[str, Any]:
+    return {"variant": variant}
 
 
 class Training:
@@ -218,28 +179,15 @@ class Training:
 
     def start(self, size: Size, device: str, autocast: bool, variant: str, rank: int) -> None:
         """Build it and train a few steps."""
-        self.device, self.size = torch.device(device), size
+        self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         join(backend="nccl" if on_gpu else "gloo")
-        torch.manual_seed(0)
-        self.autocast = autocast and on_gpu and torch.cuda.is_bf16_supported()
-        method, bucket_mb = bucketed(variant)
-        model = GPT(self.size).to(self.device)
-        cap = bucket_mb if bucket_mb != BUCKET_MB else None  # given its own size, DDP's first bucket would be as large
-        self.model = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
-        self.handle: edgc.ddp.Handle | None = None
-        if method == TORCH:
-            state = powerSGD_hook.PowerSGDState(cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2)
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif options := settings(variant, rank):
-            config = EDGCConfig.from_dict(options)
-            self.handle = edgc.ddp.register(self.model, config, iterations=ITERATIONS)
-            self.handle.engine.open_channel = lambda *_: Mirror()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        how = options(variant, rank)
+        self.trainer = Trainer(size, how, device, autocast=autocast, optimizer=torch.optim.AdamW)
+        if self.trainer.handle is not None:
+            self.trainer.handle.engine.open_channel = lambda *_: Mirror()
         generator = torch.Generator().manual_seed(1)
-        self.batches = [batch(self.size, generator).to(self.device) for _ in range(BATCHES)]
-        self.turn = 0
-        self.loss = torch.tensor(math.nan)
+        self.batches = itertools.cycle([batch(size, generator).to(self.device) for _ in range(BATCHES)])
         for _ in range(SETTLE):
             self._step()
         if on_gpu:
@@ -247,21 +195,7 @@ class Training:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _step(self) -> list[Mark]:
-        """One step; marks of its start, of the ends of forward and backward, and of its end."""
-        text = self.batches[self.turn % BATCHES]
-        self.turn += 1
-        marks = [mark(self.device)]
-        self.optimizer.zero_grad()
-        bf16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
-        with bf16:
-            loss = self.model(text)
-        marks.append(mark(self.device))
-        loss.backward()
-        marks.append(mark(self.device))
-        self.optimizer.step()
-        marks.append(mark(self.device))
-        self.loss = loss.detach()
-        return marks
+        return self.trainer.step(next(self.batches))
 
     def steps(self, count: int) -> list[dict[str, float]]:
         """Seconds of each part of ``count`` steps; the device is idle at the start of each."""
@@ -283,7 +217,8 @@ class Training:
 
     def _last(self) -> Any:
         """Statistics of our hook's last step, if there is one; its times are those of its own stream."""
-        return self.handle.last.statistics if self.handle is not None and self.handle.last else None
+        handle = self.trainer.handle
+        return handle.last.statistics if handle is not None and handle.last else None
 
     def facts(self) -> dict[str, Any]:
         """Memory of the steps so far (of the whole process on a CPU), and what the hook reports."""
@@ -293,13 +228,13 @@ class Training:
             peak, resting = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
         last = self._last()
         return {
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "autocast": "bf16" if self.autocast else "",
+            "parameters": self.trainer.entries,
+            "autocast": "bf16" if self.trainer.autocast else "",
             "peak_memory_mib": peak / 2**20,
             "resting_memory_mib": None if resting is None else resting / 2**20,
             "bytes": last.bytes if last else None,
             "relative_error": last.worker_error if last else None,
-            "loss": float(self.loss),
+            "loss": float(self.trainer.loss),
         }
 
     def kernels(self, trace: Path | None) -> pd.DataFrame:

@@ -21,17 +21,17 @@ from scipy.optimize import brentq
 
 from experiments.bench import collectives, network, terminal
 from experiments.bench.collectives import ALL_REDUCE, KINDS, bytes_sent, total_bytes
-from experiments.bench.gpt import Size
-from experiments.bench.terminal import DELAY, ROUNDS, Advance, Delay, Positive, Rate, spread
+from experiments.bench.gpt import Options, Size
+from experiments.bench.terminal import DELAY, ROUNDS, Advance, Delay, Positive, Rate, schedule, spread
 from experiments.bench.testbed import Testbed
-from experiments.bench.workers import Group
-from experiments.simulation.iteration_model import Bucket, Message, Model, Stage
+from experiments.bench.workers import Group, ranks
+from experiments.simulation.iteration_model import Bucket, Stage, iterate
 
 ON_TESTBED = True
 SHOWN = "workers mbit_per_s method used"
 VALUES = "seconds seconds_predicted error"
 COMPUTE = "compute"
-METHODS: dict[str, network.Options] = {
+METHODS: dict[str, Options] = {
     COMPUTE: {"hook": "ready"},
     "none": {"hook": "dense"},
     "bf16": {"hook": "bf16"},
@@ -93,7 +93,8 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
     probes: list[dict[str, Any]] = []
     sent: dict[str, Any] = {}
     for workers in plan.workers:
-        with Testbed(workers) as testbed, network.ranks_on(testbed, plan.size, plan.threads) as group:
+        start: dict[str, Any] = {"threads": plan.threads, "size": plan.size}
+        with Testbed(workers) as testbed, ranks(network.Rank, workers, testbed=testbed, **start) as group:
             for name, options in METHODS.items():
                 group.ask("prepare", within=network.STEP_SECONDS, name=name, options=options)
             sent[str(workers)] = messages(group, workers)
@@ -101,8 +102,9 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
                 testbed.limit(rate or None, plan.delay_ms if rate else 0.0)
                 place = {"workers": workers, "mbit_per_s": rate}
                 probes += [place | row for row in probe(group, PROBES, workers)]
-                for index in range(-1, plan.rounds):
-                    rounds += [place | row for row in one_round(group, index) if index >= 0]
+                for index, order in schedule(list(METHODS), plan.rounds):
+                    steps = [place | one_step(group, index, name) for name in order]
+                    rounds += steps if index >= 0 else []
                     advance(f"{workers} workers, {network.limit_name(rate)}")
     return Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
@@ -120,12 +122,12 @@ def messages(group: Group, workers: int) -> dict[str, list[list[collectives.Mess
     return sent
 
 
-def probe(group: Group, sizes: Mapping[str, Sequence[int]], ranks: int, **options: int) -> Iterable[dict[str, Any]]:
+def probe(group: Group, sizes: Mapping[str, Sequence[int]], members: int, **options: int) -> Iterable[dict[str, Any]]:
     """Messages by themselves: bytes that a rank sends and seconds of the slowest.
 
     Args:
         sizes: in fp32 entries, by kind.
-        ranks: that take part in a collective.
+        members: ranks that take part in a collective.
         options: of the request to the workers.
     """
     for kind, entries in [(kind, entries) for kind, counts in sizes.items() for entries in counts]:
@@ -133,18 +135,16 @@ def probe(group: Group, sizes: Mapping[str, Sequence[int]], ranks: int, **option
             answers = group.ask("collective", kind=kind, entries=entries, **options)
             if index >= 0:
                 seconds = max(answer["seconds"] for answer in answers)
-                yield {"kind": kind, "bytes": bytes_sent(kind, entries, ranks), "seconds": seconds}
+                yield {"kind": kind, "bytes": bytes_sent(kind, entries, members), "seconds": seconds}
 
 
-def one_round(group: Group, index: int) -> Iterable[dict[str, Any]]:
-    """A step of every method, in an order that turns round."""
-    names = list(METHODS)
-    for name in names if index % 2 == 0 else names[::-1]:
-        answers = group.ask("step", within=network.STEP_SECONDS, name=name)
-        slowest = max(answers, key=lambda answer: float(answer["seconds"]))
-        row = {"method": name, "round": index, "seconds": slowest["seconds"]}
-        row |= dict(zip(("forward", "backward", "step"), slowest["moments"], strict=True))
-        yield row | {"complete": " ".join(f"{moment:.6f}" for moment, _ in slowest["complete"])}
+def one_step(group: Group, index: int, name: str) -> dict[str, Any]:
+    """A step of a method, of the slowest rank."""
+    answers = group.ask("step", within=network.STEP_SECONDS, name=name)
+    slowest = max(answers, key=lambda answer: float(answer["seconds"]))
+    row = {"method": name, "round": index, "seconds": slowest["seconds"]}
+    row |= dict(zip(("forward", "backward", "step"), slowest["moments"], strict=True))
+    return row | {"complete": " ".join(f"{moment:.6f}" for moment, _ in slowest["complete"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +196,9 @@ def links_of(probes: pd.DataFrame) -> dict[str, Link]:
     }
 
 
-def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[Message, ...]:
-    """The times of one bucket's messages."""
-    return tuple(
-        Message(latency=links[kind].latency, seconds=size / links[kind].bandwidth) for kind, size in sent if size
-    )
+def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[tuple[float, float], ...]:
+    """Latency and further seconds of one bucket's messages."""
+    return tuple((links[kind].latency, size / links[kind].bandwidth) for kind, size in sent if size)
 
 
 def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
@@ -225,7 +223,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         behind = part if messages else 0.0
         buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
     stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
-    return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
+    return iterate((stage,), 1, overlap=True, after=compute.rest).seconds
 
 
 def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:

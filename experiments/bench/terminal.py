@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -65,6 +65,12 @@ def one_of(*names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def schedule(names: Sequence[Any], rounds: int) -> Iterator[tuple[int, list[Any]]]:
+    """Each round, from -1 on, which does not count, and the names in an order that turns round after round."""
+    for index in range(-1, rounds):
+        yield index, list(names if index % 2 == 0 else names[::-1])
+
+
 def device_of(name: str) -> str:
     """``cpu`` or ``cuda``; ``auto`` is a GPU if there is one. UserError if there is no GPU."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -121,9 +127,14 @@ def register(app: typer.Typer, name: str, benchmark: ModuleType) -> None:
 
 
 def run(benchmark: ModuleType, plan: Plan, results: Path) -> None:
-    """Measure, write ``results/<machine>``, print that folder on stdout, and the most important columns for the eye."""
-    if getattr(benchmark, "ON_TESTBED", False):
-        need_testbed(getattr(plan, "delay_ms", 0.0))
+    """Measure, write ``results/<machine>``, print that folder on stdout, and the most important columns for the eye.
+
+    Where no testbed (that delays packets, if they are to be) can be made, say why and end with exit code 0.
+    """
+    delay = getattr(plan, "delay_ms", 0.0) > 0
+    if getattr(benchmark, "ON_TESTBED", False) and (reason := testbed.missing(delay=delay)) is not None:
+        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+        raise SystemExit(0)
     host = machine.describe(getattr(plan, "device", "cpu"))
     folder = results / host["slug"]
     check_writable(folder)
@@ -141,14 +152,6 @@ def run(benchmark: ModuleType, plan: Plan, results: Path) -> None:
     show(table, benchmark.SHOWN.split(), benchmark.VALUES.split())
     if getattr(benchmark, "STRICT", False) and (table["status"] != "ok").any():
         raise SystemExit(1)
-
-
-def need_testbed(delay_ms: float = 0.0) -> None:
-    """End with exit code 0 and say why where no testbed (that delays packets, if they are to be) can be made."""
-    reason = testbed.missing(delay=delay_ms > 0)
-    if reason is not None:
-        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
-        raise SystemExit(0)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 ``python -m experiments.simulation.break_even --study break_even --out results/ci/break_even`` writes ``table.csv``
 (step time saved by cluster, method, bandwidth and overlap), ``break_even.csv`` (bandwidth up to which a share of the
 step is saved), ``sensitivity.csv`` (what is saved when one assumption is changed) and ``disturbances.csv`` (where
-stages or links differ).
+stages or links differ, or are congested for a while).
 """
 
 from __future__ import annotations
@@ -12,30 +12,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from operator import methodcaller
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import typer
 
+from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import check_writable
 from experiments.common.written_tables import write_text
-from experiments.simulation import cluster_step, disturbances
-from experiments.simulation.cluster_model import boundary
-from experiments.simulation.cost import KIND, Model, reduction
-from experiments.simulation.scenarios import Scenarios, load_scenarios, model_of
+from experiments.simulation import rank_trace
+from experiments.simulation.cluster_model import boundary, load_model
+from experiments.simulation.cost import KIND, Model, of_method, reduction, step
+from experiments.simulation.scenarios import Case, Scenarios, load_scenarios, model_of
 
 RESULTS = ("table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
 SAVED = (1.0, 5.0, 16.13)  # percent of the step; the last is the paper's claim
 LEAST, MOST = 1e-2, 1e5  # Gbit/s between which break-even is looked for
 PRECISION = 1.02
+# What the controller is kept from where clusters are disturbed, by the name of the row.
+CONTROLLERS: dict[str, dict[str, Any]] = {
+    "edgc": {},
+    "edgc_measured_once": {"remeasure_above": None},
+    "edgc_unaligned": {"alignment": "off"},
+}
 
 
 def points(model: Model, names: Sequence[str], *, overlap: bool) -> dict[str, tuple[float, float]]:
     """(Mean step in seconds, percent saved of the uncompressed one with as much overlap) by method."""
-    base = cluster_step.step(model, model.none, overlap=overlap).seconds
-    seconds = {name: cluster_step.of_method(model, name, overlap=overlap, base=base)[1] for name in names}
+    base = step(model, model.none, overlap=overlap).seconds
+    seconds = {name: of_method(model, name, overlap=overlap, base=base)[1] for name in names}
     return {name: (value, reduction(value, base)) for name, value in seconds.items()}
 
 
@@ -118,16 +126,62 @@ def sensitivity(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
                     yield row | {"saved_percent_high": high[name][1]}
 
 
+def course(even: Model, case: Case, iterations: int) -> rank_trace.Course:
+    """A run of a case: as ``even`` before and after it."""
+    uneven = replace(even, links=case.links or (), devices=case.devices or ())
+    start, end = round(case.start * iterations), round(case.end * iterations)
+    parts = ((0, start, even), (start, end, uneven), (end, iterations, even))
+    return rank_trace.Course(tuple((last, model) for first, last, model in parts if last > first))
+
+
+def disturbances(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
+    """One row per case, method and overlap: the mean step over the run, and what it saves of the uncompressed one.
+
+    EDGC's controller goes through the run as in :mod:`experiments.simulation.rank_trace`: it aligns the stages by the
+    times that it measures, and measures again when they change (for the paper an open question). What that is worth,
+    the same run without one of the two tells. Left out: links between stages keep their speed, and a measurement costs
+    nothing. ``measured`` is how often the controller has measured its times, ``mean_ranks`` per stage while it
+    compressed.
+
+    Raises:
+        UserError: an entropy that was not recorded.
+    """
+    chosen = scenarios.disturbances
+    if chosen is None:
+        return
+    even = replace(load_model(scenarios.of), gbits=chosen.gbits_per_second)
+    run, known = rank_trace.edgc_run(scenarios.of), rank_trace.recorded()
+    if chosen.entropy not in known:
+        problem = f"disturbances.entropy = {chosen.entropy!r} was not recorded"
+        raise UserError(problem, where=rank_trace.PATH, fix=f"use one of {', '.join(known)}")
+    fixed = ("none", *(name for name in scenarios.methods if name != "edgc"))
+    for key, case in chosen.cases.items():
+        conditions = course(even, case, run.train.iterations)
+        traces = {
+            name: rank_trace.follow(conditions, known[chosen.entropy], replace(run.edgc, **changes))
+            for name, changes in CONTROLLERS.items()
+        }
+        about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
+        for overlap in (False, True):
+            seconds = {name: conditions.mean_seconds(methodcaller("method", name), overlap=overlap) for name in fixed}
+            seconds |= {name: trace.mean_seconds(overlap=overlap) for name, trace in traces.items()}
+            for name, value in seconds.items():
+                row = about | {"overlap": overlap, "method": name, "seconds_step": value}
+                row |= {"saved_percent": reduction(value, seconds["none"])}
+                if name in traces:
+                    row |= {"measured": traces[name].measurements, "mean_ranks": traces[name].mean_ranks}
+                yield row
+
+
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
     """Write table.csv (last), break_even.csv, sensitivity.csv and disturbances.csv of a study's scenarios."""
     scenarios = load_scenarios(study)
     check_writable(out)
-    tables = {"disturbances": disturbances.table(scenarios)}
-    for name, rows in (("sensitivity", sensitivity), ("break_even", break_even), ("table", table)):
-        tables[name] = pd.DataFrame(rows(scenarios)).assign(kind=KIND)
+    tables = {rows.__name__: pd.DataFrame(rows(scenarios)) for rows in (disturbances, sensitivity, break_even, table)}
     for name, frame in tables.items():
-        write_text(out / f"{name}.csv", frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
+        text = frame.assign(kind=KIND).to_csv(index=False, lineterminator="\n", float_format="%.6g")
+        write_text(out / f"{name}.csv", text)
     print(f"{out}: table.csv break_even.csv sensitivity.csv disturbances.csv ({KIND})")
 
 

@@ -23,10 +23,10 @@ import typer
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.written_tables import csv_text, write_text
-from experiments.simulation import cluster_step, rank_trace
-from experiments.simulation.cost import KIND, RANK_MULTIPLE, Model, StageCost, reduction
-from experiments.simulation.inputs import groups_sharing_a_node, load_cluster
-from experiments.simulation.placement import FP32_BYTES, build, shape_of, study_run
+from experiments.simulation import rank_trace
+from experiments.simulation.cost import KIND, RANK_MULTIPLE, Cost, Model, StageCost, of_method, reduction, step
+from experiments.simulation.inputs import load_cluster
+from experiments.simulation.placement import FP32_BYTES, build, groups_sharing_a_node, shape_of, study_run
 from experiments.spec.matrix import load_study
 
 RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "summary.json")
@@ -93,6 +93,23 @@ def stage_table(model: Model) -> list[dict[str, Any]]:
         }
         for stage in model.stages
     ]
+
+
+def step_table(model: Model) -> list[dict[str, Any]]:
+    """A row per bandwidth, method, and whether reductions overlap with backward; what is saved is of the uncompressed
+    step that overlaps as much."""
+    rows = []
+    for at in sweep(model):
+        for overlap in (False, True):
+            base = step(at, at.none, overlap=overlap)
+            for name, (rank, _) in at.methods().items():
+                iteration, seconds = of_method(at, name, overlap=overlap, base=base.seconds)
+                row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "overlap": overlap}
+                row |= {"seconds_step": f"{seconds:.9g}", "seconds_exposed": f"{max(iteration.exposed):.9g}"}
+                row |= {"seconds_pipeline": f"{max(iteration.computed):.9g}"}
+                row |= {"reduction_time_percent": f"{reduction(seconds, base.seconds):.4f}"}
+                rows.append(row | {"kind": KIND})
+    return rows
 
 
 def bandwidth_where(model: Model, cost: Callable[[Model], StageCost], percent: float) -> float | None:
@@ -168,8 +185,12 @@ def summary(study: str, model: Model) -> dict[str, Any]:
 
 def shares(model: Model) -> dict[str, float]:
     """Largest part of an uncompressed step that any method could save, by the assumed share of the peak."""
-    models = [(value, model.assuming("compute", "step_efficiency", value)) for value in EFFICIENCIES]
-    return {f"{value:g}": round(cluster_step.uncompressed_reduction_share(at), 6) for value, at in models}
+    found = {}
+    for value in EFFICIENCIES:
+        at = model.assuming("compute", "step_efficiency", value)
+        free = step(at, lambda _: Cost(0.0, 0.0), overlap=False).seconds
+        found[f"{value:g}"] = round(1 - free / step(at, at.none, overlap=False).seconds, 6)
+    return found
 
 
 @main_guard
@@ -178,7 +199,7 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     model = load_model(study)
     check_writable(out)
     traces, moves = rank_trace.tables(study, list(sweep(model)))
-    tables = {"table": table(model), "stages": stage_table(model), "steps": cluster_step.table(sweep(model))}
+    tables = {"table": table(model), "stages": stage_table(model), "steps": step_table(model)}
     for name, rows in (tables | {"traces": traces, "moves": moves}).items():
         write_text(out / f"{name}.csv", csv_text(rows))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""Cost of one step's gradient communication on a described cluster: the plain alpha-beta estimate.
+"""Cost of one step's gradient communication on a described cluster, the plain alpha-beta estimate, and the length of
+the step around it, by :mod:`experiments.simulation.iteration_model`.
 
 The model, and what it leaves out:
 
@@ -16,10 +17,19 @@ The model, and what it leaves out:
 * EDGC: r_max is the largest multiple of 4 at which compressed is not slower than uncompressed (arXiv
   2511.10333, as in the authors' code) *under this model*, r_min a quarter of it; the mean rank is
   assumed (ranks of the controller itself: :mod:`experiments.simulation.rank_trace`).
+
+Of a whole step (:func:`step`):
+
+* The forward pass of a micro-batch costs two operations per weight and token, and four per token, position and hidden
+  unit in attention (nothing is saved by masking); the last stage has the logits. Backward costs ``backward_ratio``
+  times that. A device does them at ``step_efficiency`` of its peak, tensor-parallel traffic within the node included.
+* Gradients are reduced in ``bucket_elements`` at a time, as Megatron does, after backward or beside it (``overlap``).
+* After the reduction come the all-reduce of the tied embedding and one pass of Adam over memory.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +37,11 @@ from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 from experiments.simulation.inputs import ClusterConfig
+from experiments.simulation.iteration_model import Bucket, Iteration, Stage, iterate
 from experiments.simulation.placement import FP32_BYTES, GPTShape, StageShard
 
 KIND = "simulated"  # of every second that follows from this model
+ADAM_PASSES = 7  # reads and writes of 4 bytes per parameter: gradient, and weight and two moments both ways
 RANK_MULTIPLE = 4  # paper: ranks move in multiples of 4
 
 P = ParamSpec("P")
@@ -95,7 +107,12 @@ def of_parts(method: MethodCost[P]) -> MethodCost[P]:
 
 @dataclass(frozen=True)
 class Model:
-    """The estimate for one study at one bandwidth (Gbit/s per node)."""
+    """The estimate for one study at one bandwidth (Gbit/s per node).
+
+    Attributes:
+        links, devices: per stage, the shares of the bandwidth that its reductions have and of the speed that its
+            devices have; empty: all of it.
+    """
 
     shape: GPTShape
     stages: tuple[StageShard, ...]
@@ -104,6 +121,8 @@ class Model:
     micro_batches: int
     micro_batch: int
     gbits: float
+    links: Sequence[float] = ()
+    devices: Sequence[float] = ()
 
     @cached_property
     def memory(self) -> dict[Hashable, Any]:
@@ -132,7 +151,7 @@ class Model:
 
     def link(self, stage: StageShard) -> float:
         """Bytes per second over which the replicas of ``stage`` reduce."""
-        return self.bandwidth
+        return replace(self, gbits=self.gbits * self.links[stage.stage]).bandwidth if self.links else self.bandwidth
 
     def _reduce(self, size: float, stage: StageShard) -> float:
         return all_reduce_seconds(size, self.shape.data, self.latency, self.link(stage))
@@ -215,7 +234,7 @@ class Model:
 
     def speed(self, stage: StageShard) -> float:
         """Of this stage's devices, as a share of that of the ``gpu`` section."""
-        return 1.0
+        return self.devices[stage.stage] if self.devices else 1.0
 
     def exchange(self, stage: StageShard) -> float:
         """Seconds in which a micro-batch's forward pass (and again its backward pass) waits for others' tokens."""
@@ -288,3 +307,52 @@ class Model:
     def method(self, name: str) -> StageCost:
         """The cost of a method other than EDGC."""
         return self.methods(edgc=False)[name][1]
+
+
+def forward_seconds(model: Model, stage: StageShard) -> float:
+    """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
+    shape, compute = model.shape, model.cluster.compute
+    tokens, weights = model.micro_batch * shape.sequence_length, model.active_weights(stage)
+    attention = 4 * shape.sequence_length * shape.hidden * len(stage.layer_range) / shape.tensor
+    speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value * model.speed(stage)
+    return tokens * (2 * weights + attention) / speed
+
+
+def buckets(model: Model, stage: StageShard, cost: Cost) -> tuple[Bucket, ...]:
+    """A reduction of ``cost`` in Megatron's buckets, of equal size, complete at equal distances."""
+    count = max(1, math.ceil(stage.parameters / model.cluster.compute.bucket_elements.value))
+    # Every bucket pays the latency of its own collectives, which depend on each other; a reduction's cost has it once.
+    part = max(0.0, cost.communication - cost.latency) / count
+    compress, messages = cost.compress / count, ((cost.latency, part),)
+    return tuple(Bucket(share=(i + 1) / count, compress=compress, messages=messages) for i in range(count))
+
+
+def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
+    """One step in which every stage reduces its gradients at ``cost``."""
+    travel = model.transfer()
+    stages = []
+    for shard in model.stages:
+        forward, exchange = forward_seconds(model, shard), model.exchange(shard)
+        stages.append(
+            Stage(
+                forward=forward + exchange,
+                backward=forward * model.cluster.compute.backward_ratio.value + exchange,
+                to_next=travel,
+                to_previous=travel,
+                buckets=buckets(model, shard, cost(shard)),
+            )
+        )
+    adam = model.passes(max(stage.parameters for stage in model.stages), ADAM_PASSES)
+    return iterate(stages, model.micro_batches, overlap=overlap, after=adam + model.tied_embedding())
+
+
+def of_method(model: Model, name: str, *, overlap: bool, base: float) -> tuple[Iteration, float]:
+    """A step of a method, and the mean seconds of a step over its run; ``base`` are those of an uncompressed one."""
+    rank, cost = model.methods(edgc=name.startswith("edgc"))[name]
+    if not name.startswith("edgc") or rank is None:
+        iteration = step(model, cost, overlap=overlap)
+        return iteration, iteration.seconds
+    # A warm-up of uncompressed steps: the mean over the run is one of steps, not of messages.
+    warm_up = model.cluster.methods.warmup_fraction.value
+    iteration = step(model, partial(model.powersgd, rank=rank), overlap=overlap)
+    return iteration, warm_up * base + (1 - warm_up) * iteration.seconds

@@ -12,9 +12,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,40 +27,12 @@ from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.common.written_tables import csv_text
 from experiments.simulation import placement
-from experiments.simulation.activation_memory import stage_bytes
 from experiments.simulation.inputs import load_cluster
-from experiments.simulation.placement import GPTShape, StageShard
+from experiments.simulation.placement import GPTShape
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 
-if TYPE_CHECKING:
-    from experiments.simulation.virtual_rank import Step
-
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Row:
-    """Ranks of one method that are alike: those of a pipeline stage.
-
-    Attributes:
-        rank: of the low-rank approximation; None where there is none.
-        activations_by_formula: bytes, of all micro-batches in flight; against ``step.all_activations``.
-    """
-
-    run: RunConfig
-    shape: GPTShape
-    stage: StageShard
-    rank: int | None
-    step: Step
-    activations_by_formula: float
-
-    @property
-    def places(self) -> list[tuple[int, int, int]]:
-        """(global rank, data, tensor), ascending. Megatron's order: tensor fastest, then data, then pipeline."""
-        tensor, data = self.shape.tensor, self.shape.data
-        first = self.stage.stage * tensor * data
-        return [(first + place, *divmod(place, tensor)) for place in range(tensor * data)]
 
 
 def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
@@ -90,11 +62,17 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
     return followed
 
 
-def rows(study: str, scale: str, *, method: str | None, rank: int) -> Iterator[Row]:
-    """One row for each method and pipeline stage of ``study``; ``rank`` where a controller decides it.
+def rows(
+    study: str, scale: str, memory: int, *, method: str | None, rank: int, every_rank: bool
+) -> Iterator[dict[str, Any]]:
+    """All numbers, in bytes: a row for each method and pipeline stage of ``study``, or for each rank of it.
 
     The first rank of a stage stands for all: every tensor-parallel shard has the same shapes, and every replica the
     same parameters.
+
+    Args:
+        memory: bytes of a GPU.
+        rank: of the low-rank approximation where a controller decides it.
     """
     from experiments.simulation.virtual_rank import VirtualRank
 
@@ -106,62 +84,52 @@ def rows(study: str, scale: str, *, method: str | None, rank: int) -> Iterator[R
     for number, (run, shape, stage) in enumerate(track(work, f"{study}: stages", console=console, transient=True), 1):
         if not console.is_terminal:  # a bar would not be seen
             print(f"[{number}/{len(work)}] {run.label}, stage {stage.stage}", file=sys.stderr, flush=True)
-        config = run.edgc
+        config, alike = run.edgc, shape.tensor * shape.data
         used = config.r_max or rank if isinstance(config, PolicyConfig) else config.fixed_rank
-        virtual = VirtualRank(run, stage.stage * shape.tensor * shape.data)
+        virtual = VirtualRank(run, stage.stage * alike)
         step = virtual.step(used if config.method == "edgc" else None)
-        formula = virtual.in_flight * stage_bytes(run, stage.stage, shape.padded_vocab)
-        yield Row(run, shape, stage, used, step, formula)
-
-
-def as_csv(rows: list[Row], memory: int, *, every_rank: bool) -> str:
-    """All numbers, in bytes; a line for each row, or for each rank of it."""
-    table = []
-    for row in rows:
-        step, stage, places = row.step, row.stage, row.places
-        about = {"pipeline": stage.stage, "ranks_alike": len(places), "layers": stage.layers}
-        about |= {"parameters": stage.parameters}
+        formula = virtual.in_flight * placement.stage_activations(run, stage.stage, shape.padded_vocab)
+        about = {"pipeline": stage.stage, "ranks_alike": alike, "layers": stage.layers, "parameters": stage.parameters}
         for key, size in asdict(step).items():
             about["micro_batches_in_flight" if key == "in_flight" else f"bytes_{key}"] = size
         about["bytes_activations_in_flight"] = step.all_activations
-        about["bytes_activations_by_formula"] = round(row.activations_by_formula)
-        about |= {"bytes_total": step.total, "bytes_gpu": memory, "fits": str(step.total <= memory).lower()}
-        for place, data, tensor in places if every_rank else places[:1]:
-            at = {"method": row.run.variant, "rank": row.rank, "global_rank": place, "data": data, "tensor": tensor}
-            table.append(at | about)
-    return csv_text(table)
+        about |= {"bytes_activations_by_formula": round(formula), "bytes_total": step.total, "bytes_gpu": memory}
+        about |= {"fits": str(step.total <= memory).lower(), "label": run.label}
+        for place in range(alike if every_rank else 1):  # Megatron's order: tensor fastest, then data, then pipeline
+            data, tensor = divmod(place, shape.tensor)
+            at = {"method": run.variant, "rank": used, "global_rank": virtual.rank + place}
+            yield at | {"data": data, "tensor": tensor} | about
 
 
-def as_table(rows: list[Row], title: str, memory: int, *, every_rank: bool) -> Table:
+def as_table(rows: list[dict[str, Any]], title: str, shape: GPTShape, *, every_rank: bool) -> Table:
     """For people: GiB of memory, MB sent."""
     columns = ["method", "r", "PP", "TP", "DP", "ranks", "layers", "parameters", "param.", "grad.", "Adam",
                "activations", "by formula", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
+    sizes = ("parameters", "gradients", "optimizer", "activations_in_flight", "activations_by_formula",
+             "error_feedback", "buffers", "work", "total")  # fmt: skip
     table = Table(*columns, title=title)
     for row in rows:
-        step, stage, places = row.step, row.stage, row.places
-        spans = [(f"0-{row.shape.tensor - 1}", f"0-{row.shape.data - 1}", str(len(places)))]
-        if every_rank:
-            spans = [(str(tensor), str(data), "1") for _, data, tensor in places]
-        sizes = (
-            step.parameters, step.gradients, step.optimizer, step.all_activations, row.activations_by_formula,
-            step.error_feedback, step.buffers, max(0, step.total - step.kept - step.all_activations), step.total,
-        )  # fmt: skip
-        numbers = [f"{size / GIB:.2f}" for size in sizes]
-        if step.total > memory:
-            numbers[-1] += " DOES NOT FIT"
-        first = (row.run.label, "" if row.rank is None else str(row.rank), str(stage.stage))
-        last = (stage.layers, f"{stage.parameters:,}", *numbers, f"{step.sent / 1e6:.1f}")
-        for span in spans:
-            table.add_row(*first, *span, *last)
+        kept = sum(row[f"bytes_{key}"] for key in (*sizes[:4], "error_feedback", "buffers"))
+        numbers = [f"{size / GIB:.2f}" for size in map(
+            (row | {"bytes_work": max(0, row["bytes_total"] - kept)}).get, (f"bytes_{key}" for key in sizes)
+        )]  # fmt: skip
+        place = [str(row["tensor"]), str(row["data"]), "1"]
+        if not every_rank:
+            place = [f"0-{shape.tensor - 1}", f"0-{shape.data - 1}", str(row["ranks_alike"])]
+        numbers[-1] += "" if row["fits"] == "true" else " DOES NOT FIT"
+        first = (row["label"], "" if row["rank"] is None else str(row["rank"]), str(row["pipeline"]))
+        last = (row["layers"], f"{row['parameters']:,}", *numbers, f"{row['bytes_sent'] / 1e6:.1f}")
+        table.add_row(*first, *place, *last)
     return table
 
 
-def verdict(rows: list[Row], memory: int, name: str) -> str:
+def verdict(rows: list[dict[str, Any]], memory: int, name: str) -> str:
     """One sentence: does every rank of every method fit, and which do not."""
     size = f"{memory / GIB:g} GiB of a {name}"
-    large = [f"{row.run.label} on stage {row.stage.stage}" for row in rows if row.step.total > memory]
-    worst = max(rows, key=lambda row: row.step.total)
-    most = f"the largest rank needs {worst.step.total / GIB:.2f} GiB ({worst.run.label}, stage {worst.stage.stage})"
+    large = dict.fromkeys(f"{row['label']} on stage {row['pipeline']}" for row in rows if row["fits"] == "false")
+    worst = max(rows, key=lambda row: row["bytes_total"])
+    where = f"({worst['label']}, stage {worst['pipeline']})"
+    most = f"the largest rank needs {worst['bytes_total'] / GIB:.2f} GiB {where}"
     return f"DOES NOT FIT into the {size}: {', '.join(large)}; {most}." if large else f"Fits into the {size}: {most}."
 
 
@@ -176,17 +144,17 @@ def main(
 ) -> None:
     """Print what each rank holds and sends; with --out also as CSV."""
     gpu, shape = load_cluster(study).gpu, placement.shape_of(placement.study_run(study))
-    lines = list(rows(study, scale, method=method, rank=rank))
     memory = gpu.memory_bytes.value
+    lines = list(rows(study, scale, memory, method=method, rank=rank, every_rank=every_rank))
     parallel = f"TP{shape.tensor} PP{shape.pipeline} DP{shape.data}"
     wide = Console(width=None if sys.stdout.isatty() else 240)
-    wide.print(as_table(lines, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank))
+    wide.print(as_table(lines, f"{study}: {parallel}, GiB per GPU", shape, every_rank=every_rank))
     unique, allocated = shape.unique_parameters, shape.allocated_parameters
     print(f"{unique:,} parameters; {allocated:,} with vocabulary padding and the last stage's copy of the embedding")
     print(verdict(lines, memory, gpu.name.value))
     print("Not counted: what CUDA, NCCL and the allocator keep for themselves, and scratch memory inside of kernels.")
     if out is not None:
-        atomic_write(out, as_csv(lines, memory, every_rank=every_rank))
+        atomic_write(out, csv_text([{key: row[key] for key in row if key != "label"} for row in lines]))
 
 
 if __name__ == "__main__":

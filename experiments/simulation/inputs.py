@@ -8,7 +8,6 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from edgc.errors import UserError
 from experiments.common.yaml_settings import Settings, validate
-from experiments.simulation.placement import GPTShape
 from experiments.spec.matrix import load_study, study_path
 
 T = TypeVar("T")
@@ -102,29 +101,3 @@ def load_cluster(study: str) -> ClusterConfig:
         fix = "use a study that has one, e.g. gpt2_2p5b_v100"
         raise UserError(f"study {study} has no cluster section", where=path, fix=fix)
     return validate(ClusterConfig, values, f"{path}, cluster")
-
-
-def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> int:
-    """Largest number of data-parallel groups that use one node's link at the same time.
-
-    Raises:
-        UserError: if the cluster has not as many GPUs as the job, or if a tensor-parallel group or two
-            members of a data-parallel group would not fit the placement that the estimate assumes.
-    """
-    if nodes * gpus_per_node != shape.world:
-        message = f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
-        raise UserError(message, where=shape.where, fix="change the cluster or the parallel sizes")
-    if gpus_per_node % shape.tensor:
-        message = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"
-        raise UserError(message, where=shape.where, fix="keep every tensor-parallel group within a node")
-    on_node: dict[int, set[tuple[int, int]]] = {}
-    for rank in range(shape.world):  # tensor fastest, then data, then pipeline
-        tensor, data = rank % shape.tensor, rank // shape.tensor % shape.data
-        group = (tensor, rank // (shape.tensor * shape.data))
-        groups = on_node.setdefault(rank // gpus_per_node, set())
-        if group in groups:
-            message = f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group"
-            fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
-            raise UserError(message, where=shape.where, fix=fix)
-        groups.add(group)
-    return max(len(groups) for groups in on_node.values())

@@ -29,14 +29,6 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
-    """One collective of a reduction: ``latency`` seconds that no bandwidth shortens, and ``seconds`` at full speed."""
-
-    latency: float = 0.0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Gradients that are reduced together, in the order in which backward completes them.
 
@@ -44,14 +36,14 @@ class Bucket:
         share: of the stage's last backward step after which they are complete, in (0, 1].
         compress, decompress: seconds of this device before the first and after the last message.
         between: seconds of this device after each message that another one follows, which has to wait for it.
-        messages: collectives, one after another.
+        messages: collectives, one after another: seconds that no bandwidth shortens, and seconds at full speed.
     """
 
     share: float = 1.0
     compress: float = 0.0
     between: float = 0.0
     decompress: float = 0.0
-    messages: tuple[Message, ...] = ()
+    messages: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,47 +90,40 @@ def order(stage: int, stages: int, micro_batches: int) -> list[Step]:
     return [*forwards[:warmup], *steady, *backwards[micro_batches - warmup :]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Stages, micro-batches of one replica, and how gradients are reduced.
+def iterate(stages: Sequence[Stage], micro_batches: int, *, overlap: bool = False, after: float = 0.0) -> Iteration:
+    """Play one iteration.
 
-    Attributes:
+    Args:
+        micro_batches: of one replica.
         overlap: a bucket is reduced as soon as it is complete, beside backward; else after the stage's last step.
             Compression still takes the device: what is compressed during backward lengthens it.
         after: seconds after the last reduction: embedding all-reduce, gradient norm, optimizer.
     """
+    spans = _play(stages, micro_batches)
+    ends = [reduce(stage, line, overlap=overlap) for stage, line in zip(stages, spans, strict=True)]
+    computed, reduced = zip(*ends, strict=True)
+    return Iteration(tuple(tuple(line) for line in spans), computed, reduced, after)
 
-    stages: tuple[Stage, ...]
-    micro_batches: int
-    overlap: bool = False
-    after: float = 0.0
 
-    def run(self) -> Iteration:
-        """Play one iteration."""
-        spans = self._play()
-        ends = [reduce(stage, line, overlap=self.overlap) for stage, line in zip(self.stages, spans, strict=True)]
-        computed, reduced = zip(*ends, strict=True)
-        return Iteration(tuple(tuple(line) for line in spans), computed, reduced, self.after)
-
-    def _play(self) -> list[list[Span]]:
-        """Spans of every stage: each round takes whatever steps have their input."""
-        count = len(self.stages)
-        waiting = [deque(order(stage, count, self.micro_batches)) for stage in range(count)]
-        spans: list[list[Span]] = [[] for _ in self.stages]
-        # What needs nothing of another stage: data, or the loss of its own forward step.
-        arrived = {(0, Step("forward", micro_batch)): 0.0 for micro_batch in range(self.micro_batches)}
-        arrived |= {(count - 1, Step("backward", micro_batch)): 0.0 for micro_batch in range(self.micro_batches)}
-        while any(waiting):
-            for index, stage in enumerate(self.stages):
-                while waiting[index] and (index, waiting[index][0]) in arrived:
-                    step = waiting[index].popleft()
-                    start = max(arrived[index, step], spans[index][-1].end if spans[index] else 0.0)
-                    forward = step.kind == "forward"
-                    end = start + (stage.forward if forward else stage.backward)
-                    spans[index].append(Span(step, start, end))
-                    if 0 <= (neighbour := index + (1 if forward else -1)) < count:
-                        arrived[neighbour, step] = end + (stage.to_next if forward else stage.to_previous)
-        return spans
+def _play(stages: Sequence[Stage], micro_batches: int) -> list[list[Span]]:
+    """Spans of every stage: each round takes whatever steps have their input."""
+    count = len(stages)
+    waiting = [deque(order(stage, count, micro_batches)) for stage in range(count)]
+    spans: list[list[Span]] = [[] for _ in stages]
+    # What needs nothing of another stage: data, or the loss of its own forward step.
+    arrived = {(0, Step("forward", micro_batch)): 0.0 for micro_batch in range(micro_batches)}
+    arrived |= {(count - 1, Step("backward", micro_batch)): 0.0 for micro_batch in range(micro_batches)}
+    while any(waiting):
+        for index, stage in enumerate(stages):
+            while waiting[index] and (index, waiting[index][0]) in arrived:
+                step = waiting[index].popleft()
+                start = max(arrived[index, step], spans[index][-1].end if spans[index] else 0.0)
+                forward = step.kind == "forward"
+                end = start + (stage.forward if forward else stage.backward)
+                spans[index].append(Span(step, start, end))
+                if 0 <= (neighbour := index + (1 if forward else -1)) < count:
+                    arrived[neighbour, step] = end + (stage.to_next if forward else stage.to_previous)
+    return spans
 
 
 def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tuple[float, float]:
@@ -156,9 +141,9 @@ def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tup
     for bucket in sorted(stage.buckets, key=complete):
         spent += bucket.compress
         link = max(link, complete(bucket) + spent)
-        for index, message in enumerate(bucket.messages):
+        for index, (latency, seconds) in enumerate(bucket.messages):
             pause = bucket.between if index else 0.0
-            link = link + pause + message.latency + message.seconds
+            link = link + pause + latency + seconds
             spent += pause
         decompress += bucket.decompress
     computed = last.end + (spent if overlap else 0.0)

@@ -1,4 +1,4 @@
-"""Parameters on each pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
+"""Parameters and activations on each pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
 
 Everything is integer arithmetic: no torch, no allocation, so the 12.1 B model takes milliseconds. The names,
 the order and the local shapes are those of Megatron-Core's ``GPTModel`` with the local layer spec and learned
@@ -20,6 +20,7 @@ from experiments.spec.settings import RunConfig, padded_vocabulary, resolve
 from experiments.spec.transformer import layer_matrices
 
 FP32_BYTES = 4
+ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MIN_COMPRESSION_ELEMENTS = EDGCConfig().min_compression_elements
 
 
@@ -228,3 +229,74 @@ def study_run(study: str) -> RunConfig:
     """Uncompressed run of a paper-scale study: its ``base`` alone, which must be complete."""
     identity = {"study": study, "scale": "paper", "variant": "none", "label": "uncompressed", "seed": 1}
     return resolve({**load_study(study).base, **identity}, study_path(study))
+
+
+def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> int:
+    """Largest number of data-parallel groups that use one node's link at the same time.
+
+    Raises:
+        UserError: if the cluster has not as many GPUs as the job, or if a tensor-parallel group or two
+            members of a data-parallel group would not fit the placement that the estimate assumes.
+    """
+    if nodes * gpus_per_node != shape.world:
+        message = f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
+        raise UserError(message, where=shape.where, fix="change the cluster or the parallel sizes")
+    if gpus_per_node % shape.tensor:
+        message = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"
+        raise UserError(message, where=shape.where, fix="keep every tensor-parallel group within a node")
+    on_node: dict[int, set[tuple[int, int]]] = {}
+    for rank in range(shape.world):  # tensor fastest, then data, then pipeline
+        tensor, data = rank % shape.tensor, rank // shape.tensor % shape.data
+        group = (tensor, rank // (shape.tensor * shape.data))
+        groups = on_node.setdefault(rank // gpus_per_node, set())
+        if group in groups:
+            message = f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group"
+            fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
+            raise UserError(message, where=shape.where, fix=fix)
+        groups.add(group)
+    return max(len(groups) for groups in on_node.values())
+
+
+def layer_activations(run: RunConfig) -> float:
+    """Bytes that one layer keeps for its backward pass, for one micro-batch on one GPU.
+
+    An independent check of what :mod:`experiments.simulation.virtual_rank` counts. With s tokens, b sequences, h hidden
+    size, a heads, t tensor-parallel ranks and w bytes an activation::
+
+        kept whole      both layernorms' inputs, the inputs of QKV and of the first MLP product     4 w s b h
+        dropout masks   after attention and MLP, 1 byte each                                        2 s b h
+        divided by t    Q and K, V, input of the projection (4 w); GeLU's input and output (8 w)    12 w s b h / t
+        scores          softmax, its dropout mask and result                                  (2 w + 1) a s s b / t
+
+    With w = 2 that is equation (2), s b h (10 + 24/t + 5 a s / (h t)). Without dropout there are no masks, and the
+    result of the scores' dropout is the softmax itself; with sequence parallelism everything is divided by t (equation
+    4). Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
+    section 4, there for 2-byte activations. Megatron's own attention keeps the scores.
+    """
+    model, t = run.model, run.parallel.tensor
+    width, length = ACTIVATION_BYTES[run.train.precision], model.sequence_length
+    tokens, masks = length * run.train.micro_batch, int(model.dropout > 0)
+    feed_forward = (model.ffn_hidden or 4 * model.hidden) / model.hidden
+    whole: float = 4 * width + 2 * masks
+    divided = (4 + 2 * feed_forward) * width
+    scores = (width * (1 + masks) + masks) * model.heads * length / model.hidden
+    if run.parallel.sequence:
+        whole /= t
+    return tokens * model.hidden * (whole + (divided + scores) / t)
+
+
+def stage_activations(run: RunConfig, stage: int, padded_vocab: int) -> float:
+    """Bytes that pipeline stage ``stage`` keeps for one micro-batch on one GPU.
+
+    The first stage adds the mask of the embedding's dropout; the last one the final layernorm's input, the input of the
+    output layer, and fp32 probabilities of its share of the vocabulary.
+    """
+    model, parallel = run.model, run.parallel
+    tokens, width = model.sequence_length * run.train.micro_batch, ACTIVATION_BYTES[run.train.precision]
+    whole = tokens * model.hidden / (parallel.tensor if parallel.sequence else 1)
+    held = model.layers / parallel.pipeline * layer_activations(run)
+    if stage == 0 and model.dropout > 0:
+        held += whole
+    if stage == parallel.pipeline - 1:
+        held += 2 * width * whole + 4 * tokens * padded_vocab / parallel.tensor
+    return held

@@ -1,11 +1,10 @@
 """The ranks that EDGC would take on a described cluster: training's own controller, fed with recorded entropies.
 
 The controller (:class:`edgc.control.controller.Controller`) has the settings of the study's EDGC run. It is told the
-entropy that a small run had at the same share of its training (``recorded_entropy.csv``), the seconds of a reduction by
-:mod:`experiments.simulation.cost`, and those of backward by :mod:`experiments.simulation.cluster_step`; so it searches
-r_max, ends warm-up, moves stage 0 and aligns the other stages as it would there. Two things are assumed: that the
-entropy of a large model moves over a run as that of a model of a million parameters did, and that the network does not
-change.
+entropy that a small run had at the same share of its training (``recorded_entropy.csv``), and the seconds of a
+reduction and of backward by :mod:`experiments.simulation.cost`; so it searches r_max, ends warm-up, moves stage 0 and
+aligns the other stages as it would there. Two things are assumed: that the entropy of a large model moves over a run as
+that of a model of a million parameters did, and that the network does not change.
 
 ``python -m experiments.simulation.rank_trace TREND`` writes ``recorded_entropy.csv`` from the table ``trend`` of study
 ``entropy_trend``.
@@ -32,8 +31,7 @@ from edgc.measurement.report import Report
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
-from experiments.simulation import cluster_step
-from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction
+from experiments.simulation.cost import KIND, Cost, Model, StageCost, forward_seconds, reduction, step
 from experiments.simulation.placement import StageShard
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
@@ -95,7 +93,7 @@ class Course:
         """Mean of a step with a method that does not change."""
         total, start = 0.0, 0
         for end, model in self.parts:
-            total += (end - start) * cluster_step.step(model, method(model), overlap=overlap).seconds
+            total += (end - start) * step(model, method(model), overlap=overlap).seconds
             start = end
         return total / self.iterations
 
@@ -196,7 +194,7 @@ def report(model: Model, controller: Controller, iteration: int, entropy: float)
     return Report(
         (entropy,) * len(stages),
         probe_seconds=None if plan.probe_rank is None else timed([plan.probe_rank] * len(stages)),
-        backward_seconds=tuple(ratio * cluster_step.forward_seconds(model, stage) for stage in stages),
+        backward_seconds=tuple(ratio * forward_seconds(model, stage) for stage in stages),
         reduction_seconds=timed([rank or 0 for rank in plan.ranks]) if controller.watches(iteration) else None,
     )
 
@@ -211,7 +209,7 @@ def step_seconds(model: Model, ranks: Ranks, *, overlap: bool) -> float:
     """Length of a step at these ranks, one a stage."""
     key = ("step", ranks, overlap)
     if key not in model.memory:
-        model.memory[key] = cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
+        model.memory[key] = step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
     return float(model.memory[key])
 
 
@@ -230,7 +228,7 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
     moves: list[dict[str, Any]] = []
     for at in models:
         dense = at.slowest(at.none)
-        base = {overlap: cluster_step.step(at, at.none, overlap=overlap).seconds for overlap in (False, True)}
+        base = {overlap: step(at, at.none, overlap=overlap).seconds for overlap in (False, True)}
         for name, entropy in recorded().items():
             trace = follow(Course(((iterations, at),)), entropy, config)
             slowest = at.slowest(trace.mean_cost)

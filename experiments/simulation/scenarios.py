@@ -95,7 +95,7 @@ class Case(Settings):
 
 
 class Disturbances(Settings):
-    """Inputs of :mod:`experiments.simulation.disturbances`; ``entropy`` names a run of ``recorded_entropy.csv``."""
+    """Inputs of ``disturbances.csv``; ``entropy`` names a run of ``recorded_entropy.csv``."""
 
     gbits_per_second: PositiveFloat
     entropy: str

@@ -161,13 +161,6 @@ class VirtualRank:
     run: RunConfig
     rank: int
 
-    def __post_init__(self) -> None:
-        world, where = placement.shape_of(self.run).world, f"{self.run.study}, {self.run.variant}"
-        if reason := not_followed(self.run):
-            raise UserError(reason, where=where, fix="choose another method")
-        if not 0 <= self.rank < world:
-            raise UserError(f"rank = {self.rank} is not below the world size {world}", where=where)
-
     @property
     def coordinates(self) -> tuple[int, int, int]:
         """(data, tensor, pipeline)."""
@@ -190,11 +183,6 @@ class VirtualRank:
         train = self.run.train.model_copy(update={"overlap_grad_reduce": False, "clip_grad": 0.0})
         return self.run.model_copy(update={"train": train})
 
-    def parameters(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and local shapes of this rank's parameters, from the model that is built."""
-        with self._place() as (chunks, _):
-            return [(name, tuple(p.shape)) for name, p in chunks[0].module.named_parameters()]
-
     def step(self, rank: int | None = None) -> Step:
         """Take this rank through the second of two steps, when everything that stays has been allocated.
 
@@ -202,7 +190,7 @@ class VirtualRank:
             rank: of the low-rank approximation instead of the one that the method begins with; for ``edgc``, which
                 begins with none.
         """
-        with self._place() as (chunks, ledger):
+        with self.place() as (chunks, ledger):
             optimizer, _ = build_optimizer(self._plain, chunks)
             # A norm is read as a number, and takes a few.
             optimizer.get_grad_norm = float
@@ -238,7 +226,7 @@ class VirtualRank:
             )
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[tuple[list[Any], Ledger]]:
+    def place(self) -> Iterator[tuple[list[Any], Ledger]]:
         """This process as the rank: its process groups, its model chunk, and a ledger that is counting."""
         stand_in_for_cuda()
         run, parallel = self.run, self.run.parallel

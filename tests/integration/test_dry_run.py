@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import Typer
+from typer.testing import CliRunner
 
 from edgc.compressors.quantization import _CHUNK_ON_GPU
+from experiments.simulation import dry_run
 from experiments.simulation.placement import build, shape_of, study_run
 from tests.workers import run_workers
 
@@ -39,19 +42,18 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def virtual() -> Found:
-    done = program("tests.integration.virtual_cases", "ranks")
+def meta() -> dict[str, Any]:
+    """What ranks and models are on the meta device."""
+    done = program("tests.integration.virtual_cases")
     assert done.returncode == 0, done.stderr[-3000:]
-    found: Found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, dict[str, list[tuple[str, list[int]]]]]:
-    done = program("tests.integration.virtual_cases", "models")
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, list[tuple[str, list[int]]]]] = json.loads(done.stdout)
-    return found
+def virtual(meta: dict[str, Any]) -> Found:
+    ranks: Found = meta["ranks"]
+    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -97,29 +99,17 @@ def test_the_formula_is_within_a_tenth(name: str, virtual: Found) -> None:
         assert ours["formula"] == pytest.approx(ours["activations"], rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("study", "unique", "allocated"),
-    [
-        ("gpt2_345m", 354_823_168, 406_644_736),
-        ("gpt2_2p5b_v100", 2_400_074_880, 2_498_223_360),
-        ("gpt2_12p1b_h100", 11_902_030_336, 12_085_240_832),
-    ],
-)
-def test_the_papers_models_have_as_many_parameters_as_it_says(
-    study: str, unique: int, allocated: int, models: dict[str, dict[str, list[tuple[str, list[int]]]]]
-) -> None:
+@pytest.mark.parametrize("study", cases.STUDIES)
+def test_the_papers_models_have_the_parameters_of_the_placement(study: str, meta: dict[str, Any]) -> None:
     shape = shape_of(study_run(study))
-    stages = build(shape)
-    assert len(models[study]) == shape.pipeline * shape.tensor
+    stages, places = build(shape), meta["models"][study]
+    assert len(places) == shape.pipeline * shape.tensor
     total = 0
-    for place, parameters in models[study].items():
+    for place, parameters in places.items():
         pipeline, tensor = map(int, place.split())
         assert parameters == [[t.name, list(t.shape)] for t in stages[pipeline].tensors]
         total += sum(prod(s) for name, s in parameters if tensor == 0 or not REPLICATED.search(name))
-    assert total == allocated
-    # The tied embedding is one parameter, though both end stages hold it, and its padding is none.
-    copy = padded = shape.padded_vocab * shape.hidden
-    assert total - copy - (padded - shape.vocab_size * shape.hidden) == unique
+    assert total == shape.allocated_parameters
 
 
 def test_only_the_compressed_stage_keeps_anything(virtual: Found) -> None:
@@ -155,7 +145,9 @@ def test_the_program_prints_and_writes_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(options: tuple[str, ...], named: str) -> None:
-    done = program("experiments.simulation.dry_run", *options)
-    assert done.returncode == 2
+    app = Typer()
+    app.command()(dry_run.main)
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 2
     assert named in done.stderr
     assert done.stderr.count("\n") == 1

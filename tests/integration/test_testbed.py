@@ -12,6 +12,7 @@ from edgc.errors import UserError
 from experiments.bench import network, testbed
 from experiments.bench.collectives import KINDS, bytes_sent
 from experiments.bench.gpt import Size
+from experiments.bench.workers import ranks
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 MEGABIT = 1e6
@@ -35,7 +36,7 @@ def test_collectives_take_what_the_limit_says_and_nothing_stays() -> None:
     before = namespaces()
     with testbed.Testbed(2) as net:
         assert len(namespaces() - before) == 3
-        with network.ranks_on(net, SIZE) as group:
+        with ranks(network.Rank, 2, testbed=net, size=SIZE) as group:
             seconds = {}
             for rate, (kind, entries) in itertools.product(
                 (20.0, 100.0, None), itertools.product(KINDS, (ENTRIES, FEW))
@@ -85,7 +86,7 @@ def test_a_delay_is_felt_by_every_message() -> None:
         with testbed.Testbed(1) as net, pytest.raises(UserError, match=r"`tc .* netem .*` failed"):
             net.limit(100.0, delay_ms=5.0)
         pytest.skip(reason)
-    with testbed.Testbed(2) as net, network.ranks_on(net, SIZE) as group:
+    with testbed.Testbed(2) as net, ranks(network.Rank, 2, testbed=net, size=SIZE) as group:
         for rate in (100.0, None):
             net.limit(rate, delay_ms=20.0)
             answers = group.ask("collective", kind="all_reduce", entries=FEW)
@@ -96,7 +97,7 @@ def test_a_delay_is_felt_by_every_message() -> None:
 def test_bytes_counted_by_a_training_step_are_those_on_the_wire() -> None:
     size = Size(layers=2, hidden=64, heads=2, vocabulary=256, sequence=16, batch=1)
     wanted = network.Plan(ranks=(4,), quantised=(4,)).methods
-    with testbed.Testbed(2) as net, network.ranks_on(net, size) as group:
+    with testbed.Testbed(2) as net, ranks(network.Rank, 2, testbed=net, size=size) as group:
         for name, settings in wanted.items():
             group.ask("prepare", name=name, options=settings)
             for rank in group.ask("step", name=name):

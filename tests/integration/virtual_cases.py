@@ -1,7 +1,7 @@
 """The cases of ``test_dry_run.py``: real ranks whose memory is measured, and the same ranks on the meta device.
 
-``python -m tests.integration.virtual_cases ranks`` prints the latter as JSON, ``models`` the paper's models; a process
-of its own, because the meta device stands in for CUDA in all of it.
+``python -m tests.integration.virtual_cases`` prints the latter and the paper's models as JSON; a process of its own,
+because the meta device stands in for CUDA in all of it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _saved(session: Any, run: RunConfig) -> int:
 
 def virtual() -> dict[str, list[dict[str, Any]]]:
     """The same ranks on the meta device."""
-    from experiments.simulation.activation_memory import stage_bytes
+    from experiments.simulation.placement import stage_activations
     from experiments.simulation.virtual_rank import VirtualRank
     from experiments.spec.settings import padded_vocabulary
 
@@ -136,13 +136,7 @@ def virtual() -> dict[str, list[dict[str, Any]]]:
             place = VirtualRank(run, rank)
             step = place.step()
             found.setdefault(name, []).append(
-                asdict(step)
-                | {
-                    "formula": stage_bytes(run, place.coordinates[2], vocabulary),
-                    "total": step.total,
-                    "kept": step.kept,
-                    "shapes": [shape for _, shape in place.parameters()],
-                }
+                asdict(step) | {"formula": stage_activations(run, place.coordinates[2], vocabulary)}
             )
     return found
 
@@ -152,18 +146,18 @@ def models() -> dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]]:
     from experiments.simulation.placement import study_run
     from experiments.simulation.virtual_rank import VirtualRank
 
-    found: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {}
+    found: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {study: {} for study in STUDIES}
     for study in STUDIES:
         run = study_run(study)
-        places = (VirtualRank(run, rank) for rank in range(run.parallel.world))
-        found[study] = {
-            f"{pipeline} {tensor}": place.parameters()
-            for place in places
-            for data, tensor, pipeline in [place.coordinates]
-            if data == 0
-        }
+        for rank in range(run.parallel.world):
+            virtual = VirtualRank(run, rank)
+            data, tensor, pipeline = virtual.coordinates
+            if data == 0:
+                with virtual.place() as (chunks, _):
+                    named = chunks[0].module.named_parameters()
+                    found[study][f"{pipeline} {tensor}"] = [(name, tuple(p.shape)) for name, p in named]
     return found
 
 
 if __name__ == "__main__":
-    json.dump({"ranks": virtual, "models": models}[sys.argv[1]](), sys.stdout)
+    json.dump({"ranks": virtual(), "models": models()}, sys.stdout)

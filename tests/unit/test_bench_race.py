@@ -94,7 +94,7 @@ def test_runs_that_are_there_are_not_repeated(raced: tuple[race.Plan, Path], mon
     (folder / "50" / "ci" / "race" / "int4-s2" / "status").unlink()
     started: list[str] = []
     monkeypatch.setattr(race, "Testbed", Network)
-    monkeypatch.setattr(race, "prepared", lambda folder, scale: folder)
+    monkeypatch.setattr(race, "prepare", lambda *_, **__: None)
     monkeypatch.setattr(race, "train", lambda run, results, testbed: started.append(run.name))
     moved: list[str] = []
     assert race.measure(plan, folder.parent, moved.append) == folder

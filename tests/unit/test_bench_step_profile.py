@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from edgc.config import EDGCConfig
 from experiments.bench import gpt, step_profile
 from experiments.bench.__main__ import app
-from experiments.bench.kernels import device_events, kernels
-from experiments.bench.step_profile import AGAIN, DDP, LARGE, OURS, TORCH, Measurements, Plan
+from experiments.bench.kernels import Timings, device_events, kernels
+from experiments.bench.step_profile import AGAIN, DDP, LARGE, OURS, TORCH, Plan
 
 SIZE = ["--layers", "1", "--hidden", "32", "--heads", "2", "--vocabulary", "64", "--sequence", "16", "--batch", "2"]
 
@@ -52,28 +52,26 @@ def test_the_model_is_gpt2() -> None:
 
 def test_every_variant_of_ours_has_settings_that_are_valid() -> None:
     for name in OURS:
-        settings = step_profile.settings(name, 32)
-        assert settings is not None
-        config = EDGCConfig.from_dict(settings)
+        options = step_profile.options(name, 32)
+        assert options.pop("hook") == "edgc"
+        config = EDGCConfig.from_dict(options)
         assert (config.to_dict().get("rank") == 32) == (config.method == "powersgd")
-    assert step_profile.settings(TORCH, 32) is None and step_profile.settings(DDP, 32) is None
-    for name in LARGE:  # they change the buckets alone
-        method, bucket_mb = step_profile.bucketed(name)
-        assert bucket_mb > step_profile.bucketed(method)[1] == step_profile.BUCKET_MB
-        assert step_profile.settings(name, 32) == step_profile.settings(method, 32)
+    for name, (method, bucket_mb) in LARGE.items():  # they change the buckets alone
+        assert bucket_mb > step_profile.BUCKET_MB
+        assert step_profile.options(name, 32) == step_profile.options(method, 32) | {"bucket_mb": bucket_mb}
 
 
 def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
     large = f"{TORCH} 100 MB"
     plan = Plan(variants=(DDP, TORCH, "powersgd int8", large, AGAIN), rank=16)
-    data = Measurements()
+    data = Timings[str]()
     for variant in plan.variants:
         seconds = {DDP: 1.0, "powersgd int8": 1.5, AGAIN: 1.1}.get(variant)
         if seconds is None:
             data.facts[variant] = "OutOfMemoryError: no"
             continue
         times = dict.fromkeys(step_profile.PARTS, seconds)
-        data.steps[variant] = [times, {**times, "step": seconds + 0.2}, {**times, "step": seconds + 0.1}]
+        data.rounds[variant] = [times, {**times, "step": seconds + 0.2}, {**times, "step": seconds + 0.1}]
         data.facts[variant] = {"peak_memory_mib": 100 * seconds, "bytes": 7}
         data.kernels[variant] = pd.DataFrame({"kernel": [f"k{i}" for i in range(50)], "calls": 1.0, "ms": 10.0})
     tables = step_profile.tables(plan, data)

@@ -199,7 +199,7 @@ def test_the_table_of_pipelines_finds_what_the_steps_were_made_of(times: list[fl
 def test_real_ranks_note_what_they_send_and_time_messages() -> None:
     """Four ranks without a testbed."""
     plan = pipeline.Plan(rounds=1, layers=2, hidden=32, sequence=16)
-    with stages.ranks(4) as group:
+    with ranks(stages.Rank, 4) as group:
         for kind, sizes in pipeline.PROBES.items():
             answers = group.ask("collective", kind=kind, entries=sizes[0], stages=pipeline.STAGES)
             assert all(answer["seconds"] > 0 for answer in answers)

@@ -1,9 +1,10 @@
-"""Clusters beyond the paper's: by hand, at their limits, and that the tables say what the model says."""
+"""Clusters beyond the paper's, and such whose stages are not alike: by hand, at their limits, and their tables."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgc.errors import UserError
-from experiments.simulation import break_even, scenarios
-from experiments.simulation.cluster_model import boundary
-from experiments.simulation.scenarios import (
-    MixtureOfExperts,
-    Scenario,
-    TwoSites,
-    model_of,
-)
+from experiments.simulation import break_even, cost, rank_trace, scenarios
+from experiments.simulation.cluster_model import boundary, load_model
+from experiments.simulation.cost import Model
+from experiments.simulation.scenarios import Case, MixtureOfExperts, Scenario, TwoSites, model_of
+from experiments.spec import matrix
 
 OF = "gpt2_12p1b_h100"
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "workstation" / "break_even"
@@ -44,9 +42,9 @@ def test_one_expert_that_takes_every_token_is_the_dense_model() -> None:
     for mine, theirs in zip(one.stages, dense.stages, strict=True):
         assert one.active_weights(mine) == dense.active_weights(theirs)
         assert one.exchange(mine) == 0
-        for (_, cost), (_, other) in zip(one.methods().values(), dense.methods().values(), strict=True):
-            assert cost(mine).bytes == pytest.approx(other(theirs).bytes, rel=1e-6)
-            assert cost(mine).seconds == pytest.approx(other(theirs).seconds, rel=1e-6)
+        for (_, mine_of), (_, other) in zip(one.methods().values(), dense.methods().values(), strict=True):
+            assert mine_of(mine).bytes == pytest.approx(other(theirs).bytes, rel=1e-6)
+            assert mine_of(mine).seconds == pytest.approx(other(theirs).seconds, rel=1e-6)
 
 
 def test_experts_by_hand() -> None:
@@ -135,28 +133,105 @@ def test_an_assumption_touches_what_it_is_about() -> None:
     assert (rows["saved_percent_high"] <= rows["saved_percent_low"] + 1e-9).all()
 
 
+@pytest.fixture(scope="module")
+def even() -> Model:
+    return replace(load_model(OF), gbits=25.0)
+
+
+def test_all_shares_of_one_change_nothing(even: Model) -> None:
+    [(end, model)] = break_even.course(even, Case(label="a", links=[1, 1, 1, 1], devices=[1, 1, 1, 1]), 1000).parts
+    assert end == 1000 and model is not even
+    for name, (_, mine) in model.methods(edgc=False).items():
+        found, expected = cost.step(model, mine, overlap=True), cost.step(even, even.method(name), overlap=True)
+        assert found.seconds == pytest.approx(expected.seconds)
+
+
+def test_a_stage_by_hand(even: Model) -> None:
+    [(_, model)] = break_even.course(even, Case(label="a", links=[1, 0.25, 1, 1], devices=[1, 1, 0.5, 1]), 1000).parts
+    first, second, third, _ = model.stages
+    latency = 2 * 3 * even.latency
+    for method in ("none", "bf16"):
+        mine, plain = getattr(model, method), getattr(even, method)
+        assert mine(first) == plain(first)
+        # A ring's latency stays what it is.
+        expected = 4 * (plain(second).communication - latency) + latency
+        assert mine(second).communication == pytest.approx(expected)
+        assert mine(third).compress == pytest.approx(2 * plain(third).compress)
+    assert cost.forward_seconds(model, third) == pytest.approx(2 * cost.forward_seconds(even, third))
+    assert cost.forward_seconds(model, second) == cost.forward_seconds(even, second)
+
+
+def test_a_disturbance_for_a_while_is_a_mean(even: Model) -> None:
+    some = break_even.course(even, Case(label="a", links=[0.1] * 4, start=0.4, end=0.6), 1000)
+    assert [end for end, _ in some.parts] == [400, 600, 1000]
+    assert [some.part(iteration) for iteration in (1, 400, 401, 600, 601, 1000)] == [0, 0, 1, 1, 2, 2]
+    assert some.parts[0][1] is even and some.parts[2][1] is even
+    slow = some.parts[1][1]
+    means = [cost.step(model, model.none, overlap=False).seconds for model in (even, slow)]
+    assert some.mean_seconds(lambda model: model.none, overlap=False) == pytest.approx(0.8 * means[0] + 0.2 * means[1])
+    # Ranks that change within the disturbance.
+    dense, compressed = (None,) * 4, (64,) * 4
+    spent = {(0, dense): 400, (1, dense): 100, (1, compressed): 100, (2, compressed): 400}
+    trace = rank_trace.Trace(some, spent, ((1, "warmup", dense), (501, "active", compressed)), 16, 64)
+    rank = [cost.step(model, partial(model.powersgd, rank=64), overlap=False).seconds for model in (even, slow)]
+    expected = 0.4 * means[0] + 0.1 * means[1] + 0.1 * rank[1] + 0.4 * rank[0]
+    assert trace.mean_seconds(overlap=False) == pytest.approx(expected)
+
+
+def test_the_controller_notices_what_lasts_for_a_while_and_alignment_pays_where_a_late_stage_is_slow() -> None:
+    chosen = COMMITTED.disturbances
+    assert chosen is not None
+    cases = {name: chosen.cases[name] for name in ("last_link", "congested_stage")}
+    some = COMMITTED.model_copy(update={"disturbances": chosen.model_copy(update={"cases": cases})})
+    table = pd.DataFrame(break_even.disturbances(some))
+    kept = pd.read_csv(REFERENCE / "disturbances.csv")
+    kept = kept[kept["case"].isin(cases)].reset_index(drop=True).drop(columns="kind")
+    pd.testing.assert_frame_equal(table, kept, rtol=1e-5, check_dtype=False)
+    table = table[~table["overlap"]]
+    measured, saved = (
+        table.pivot(index="case", columns="method", values=name) for name in ("measured", "saved_percent")
+    )
+    # Once in warm-up; where it lasts for a while also when it starts, and when it ends.
+    assert measured["edgc"].to_dict() == {"last_link": 1, "congested_stage": 3}
+    assert set(measured["edgc_measured_once"]) == {1}
+    assert saved.loc["last_link", "edgc"] > saved.loc["last_link", "edgc_unaligned"] + 5
+    assert saved.loc["congested_stage", "edgc"] > saved.loc["congested_stage", "edgc_measured_once"] + 5
+    assert (saved["none"] == 0).all() and (saved["powersgd_r64"] > saved["edgc"]).all()
+
+
 PAIR = {"count": 2, "per_token": 1, "expert_parallel": 2}
 LINK = {"latency_seconds": 0, "node_gbits_per_second": 1}
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("part", "values", "words"),
     [
-        ({"data": 3, "sites": LINK}, "data = 3 is odd"),
-        ({"data": 6, "experts": PAIR | {"count": 8, "expert_parallel": 4}}, "does not divide"),
-        ({"data": 8, "experts": PAIR | {"per_token": 3}}, "more than count"),
-        ({"data": 8, "experts": PAIR, "sites": LINK}, "not modelled"),
-        ({"replicas": 8}, "replicas"),
+        ("cluster", {"data": 3, "sites": LINK}, "data = 3 is odd"),
+        ("cluster", {"data": 6, "experts": PAIR | {"count": 8, "expert_parallel": 4}}, "does not divide"),
+        ("cluster", {"data": 8, "experts": PAIR | {"per_token": 3}}, "more than count"),
+        ("cluster", {"data": 8, "experts": PAIR, "sites": LINK}, "not modelled"),
+        ("cluster", {"replicas": 8}, "replicas"),
+        ("case", {"links": [0.5]}, "cases.a.links has 1 numbers"),
+        ("case", {"devices": [1, 1]}, "cases.a.devices has 2 numbers"),
+        ("case", {"start": 0.6, "end": 0.4}, "start = 0.6 is not below end = 0.4"),
+        ("case", {"links": [0, 1, 1, 1]}, "links"),
     ],
 )
-def test_scenarios_that_cannot_be(values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = {"label": "a", "data": 4, "gbits_per_second": [1, 2], "reference": 1, **values}
-    section = {"of": OF, "methods": ["bf16"], "clusters": {"a": cluster}}
-    study = scenarios.load_study("break_even").model_copy(update={"scenarios": section})
-    monkeypatch.setattr(scenarios, "load_study", lambda _: study)
-    with pytest.raises(UserError, match=words) as error:
+def test_scenarios_that_cannot_be(
+    part: str, values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = matrix.load_study("break_even")
+    section = {**(study.scenarios or {})}
+    if part == "cluster":
+        section["clusters"] = {"a": {"label": "a", "data": 4, "gbits_per_second": [1, 2], "reference": 1, **values}}
+    else:
+        section["disturbances"] = {**section["disturbances"], "cases": {"a": {"label": "a", **values}}}
+    changed = study.model_copy(update={"scenarios": section})
+    load = matrix.load_study
+    monkeypatch.setattr(scenarios, "load_study", lambda name: changed if name == "break_even" else load(name))
+    with pytest.raises(UserError) as error:
         scenarios.load_scenarios("break_even")
-    assert "break_even.yaml" in str(error.value)
+    assert words in str(error.value) and "break_even.yaml" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_committed_scenarios_can_be_modelled() -> None:

@@ -1,8 +1,9 @@
-"""The alpha-beta estimate against hand computation, its monotonicity, its refusals and its files."""
+"""The alpha-beta estimate and the step around it: by hand, their monotonicity, their limits, refusals and files."""
 
 from __future__ import annotations
 
 import csv
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,14 +19,14 @@ from typer.testing import CliRunner
 
 from edgc.errors import UserError
 from experiments.common.written_tables import write_text
-from experiments.simulation import cluster_model
-from experiments.simulation.cluster_model import load_model, reduction, sweep
-from experiments.simulation.cost import Model, all_gather_seconds, all_reduce_seconds
-from experiments.simulation.inputs import groups_sharing_a_node, load_cluster
+from experiments.simulation import cluster_model, cost
+from experiments.simulation.cluster_model import load_model, sweep
+from experiments.simulation.cost import Cost, Model, all_gather_seconds, all_reduce_seconds, reduction
+from experiments.simulation.inputs import load_cluster
 from experiments.simulation.placement import GPTShape, build
 from experiments.spec import matrix
 
-STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
+REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "workstation"
 SHAPE = GPTShape(layers=2, hidden=64, heads=4, sequence_length=32, vocab_size=500, tensor=2, pipeline=2, data=3)
 
 
@@ -93,9 +94,8 @@ def test_other_traffic_by_hand() -> None:
     assert deeper.other(deeper.stages[1]) == pytest.approx(2 * transfer, rel=1e-12)
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_r_max_is_where_compression_stops_paying(study: str) -> None:
-    for model in sweep(load_model(study)):
+def test_r_max_is_where_compression_stops_paying() -> None:
+    for model in sweep(load_model("gpt2_12p1b_h100")):
         ranks, limit = model.edgc_ranks(), model.slowest(model.none).seconds
         assert ranks is not None
         r_min, mean, r_max = ranks
@@ -118,15 +118,12 @@ def test_r_max_is_where_compression_stops_paying(study: str) -> None:
 def test_monotone(gbits: float, factor: float, rank: int, more: int, world: int) -> None:
     slow = toy(shape=replace(SHAPE, data=world), gbits=gbits)
     fast, wider = replace(slow, gbits=gbits * factor), replace(slow, shape=replace(SHAPE, data=world + 1))
+    methods = [at.methods(edgc=False) for at in (slow, fast, wider)]
     for stage in slow.stages:
-        for name in ("none", "bf16", "topk"):
-            assert getattr(fast, name)(stage).seconds <= getattr(slow, name)(stage).seconds
-            assert getattr(wider, name)(stage).seconds >= getattr(slow, name)(stage).seconds
-        for bits in (8, 4):
-            assert fast.quantised(stage, bits).seconds <= slow.quantised(stage, bits).seconds
-            assert wider.quantised(stage, bits).seconds >= slow.quantised(stage, bits).seconds
+        for name in methods[0]:
+            seconds = [of[name][1](stage).seconds for of in methods]
+            assert seconds[1] <= seconds[0] <= seconds[2], name
         assert slow.quantised(stage, 4).bytes < slow.quantised(stage, 8).bytes < slow.none(stage).bytes
-        assert fast.powersgd(stage, rank).seconds <= slow.powersgd(stage, rank).seconds
         higher = slow.powersgd(stage, rank + more, always=True)
         assert slow.powersgd(stage, rank, always=True).seconds <= higher.seconds
         # a faster network leaves less to save, because the time to compress stays
@@ -134,15 +131,54 @@ def test_monotone(gbits: float, factor: float, rank: int, more: int, world: int)
         assert saved[1] <= saved[0] + 1e-9
 
 
-def test_placement_refusals() -> None:
-    with pytest.raises(UserError, match=r"nodes \* gpus_per_node = 8, but tensor \* pipeline \* data = 12"):
-        groups_sharing_a_node(SHAPE, 4, 2)
-    with pytest.raises(UserError, match=r"not divisible by parallel.tensor"):
-        groups_sharing_a_node(SHAPE, 4, 3)
-    with pytest.raises(UserError, match="beside another one of its group"):
-        groups_sharing_a_node(SHAPE, 3, 4)
-    # one replica: a node may hold several stages, and nothing is reduced
-    assert groups_sharing_a_node(replace(SHAPE, data=1), 1, 4) == 4
+def test_forward_by_hand() -> None:
+    model = toy()
+    # One layer a stage, hidden 64, ffn 256, split over two ranks: 12 * 64^2 / 2 weights; 512 / 2 x 64 logits.
+    weights, attention, tokens, speed = 12 * 64 * 64 / 2, 4 * 32 * 64 / 2, 8 * 32, 15.7e12 * 0.5
+    first, last = (cost.forward_seconds(model, stage) for stage in model.stages)
+    assert first == pytest.approx(tokens * (2 * weights + attention) / speed, rel=1e-12)
+    assert last - first == pytest.approx(tokens * 2 * 256 * 64 / speed, rel=1e-12)
+
+
+def test_the_parts_of_a_step_by_hand() -> None:
+    model = replace(toy(), micro_batches=1)
+    forward = [cost.forward_seconds(model, stage) for stage in model.stages]
+    alpha, speed = 14e-6, 10e9 / 8 / 2
+    travel = alpha + 4 * 8 * 32 * 64 / 2 / speed
+    adam = 7 * 4 * max(stage.parameters for stage in model.stages) / (900e9 * 0.8)
+    embedding = 2 * alpha + 4 * 512 * 64 / 2 / speed
+    # One micro-batch through both stages and back, then the reduction of stage 0, which ends last.
+    pipeline = 3 * sum(forward) + 2 * travel
+    found = cost.step(model, model.none, overlap=False)
+    assert found.computed[0] == pytest.approx(pipeline, rel=1e-9)
+    expected = pipeline + model.none(model.stages[0]).communication + adam + embedding
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("method", "collectives"), [("none", 1), ("bf16", 1), ("int8", 1), ("powersgd_r64", 2)])
+def test_every_bucket_pays_the_latency_of_all_its_collectives(method: str, collectives: int) -> None:
+    """Of PowerSGD the second all-reduce waits for what the first one gives, in every bucket."""
+    model = next(sweep(load_model("gpt2_12p1b_h100")))
+    whole = model.methods()[method][1](model.stages[0])
+    found = cost.buckets(model, model.stages[0], whole)
+    latency = collectives * 2 * (model.shape.data - 1) * model.latency
+    assert len(found) > 1 and latency > 0
+    seconds = sum(sum(message) for bucket in found for message in bucket.messages)
+    assert seconds == pytest.approx(whole.communication + (len(found) - 1) * latency, rel=1e-9)
+
+
+def test_what_a_step_exposes_is_what_can_be_saved() -> None:
+    model = toy()
+    free, none = (
+        [cost.step(model, what, overlap=overlap).seconds for overlap in (False, True)]
+        for what in (lambda _: Cost(0.0, 0.0), model.none)
+    )
+    assert free[1] == pytest.approx(free[0])
+    assert free[1] <= none[1] <= none[0]
+    assert all(cost.step(model, one, overlap=False).seconds >= free[0] for _, one in model.methods().values())
+    shares = list(cluster_model.shares(model).values())
+    assert shares[1] == pytest.approx(1 - free[0] / none[0], abs=1e-6)
+    assert shares == sorted(shares), "the quicker the device, the more of a step is the reduction"
 
 
 @pytest.mark.parametrize(
@@ -183,27 +219,24 @@ def test_files_are_those_of_the_kept_run(tmp_path: Path) -> None:
     subprocess.run([*command, "--out", tmp_path / "out"], check=True)
     names = sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("."))
     assert names == ["moves.csv", "stages.csv", "steps.csv", "summary.json", "table.csv", "traces.csv"]
-    reference = Path(__file__).parents[2] / "results" / "reference" / "workstation" / "gpt2_2p5b_v100"
     for name in names[1:]:
-        assert (tmp_path / "out" / name).read_bytes() == (reference / name).read_bytes(), name
+        assert (tmp_path / "out" / name).read_bytes() == (REFERENCE / "gpt2_2p5b_v100" / name).read_bytes(), name
     for name in ("table.csv", "steps.csv", "traces.csv", "moves.csv"):
         assert {row["kind"] for row in csv.DictReader((tmp_path / "out" / name).open())} == {"simulated"}
 
 
-@pytest.mark.parametrize(("study", "claimed"), [("gpt2_2p5b_v100", False), ("gpt2_12p1b_h100", True)])
-def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path, study: str, claimed: bool) -> None:
+def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> None:
     pytest.importorskip("seaborn")
-    from paper_figures import saving
     from paper_figures.__main__ import draw
 
-    cluster_model.main(study=study, out=tmp_path / study)
-    figure = draw(study, tmp_path)
-    drawn = [str(line.get_label()) for ax in figure.axes for line in ax.get_lines()]
-    assert any(label.startswith("paper: up to") for label in drawn) == claimed
-    for ax in figure.axes:
-        assert "SIMULATED" in ax.get_title(loc="left")
-        assert len(ax.get_lines()) >= 7
-    assert [path.stat().st_size > 10_000 for path in saving.save(figure, tmp_path, study)] == [True] * 3
+    for study, claimed in (("gpt2_2p5b_v100", False), ("gpt2_12p1b_h100", True)):
+        figure = draw(study, REFERENCE)
+        drawn = [str(line.get_label()) for ax in figure.axes for line in ax.get_lines()]
+        assert any(label.startswith("paper: up to") for label in drawn) == claimed
+        for ax in figure.axes:
+            assert "SIMULATED" in ax.get_title(loc="left")
+            assert len(ax.get_lines()) >= 7
+    shutil.copytree(REFERENCE / study, tmp_path / study)
     path = tmp_path / study / "table.csv"
     write_text(path, path.read_text().replace("simulated", "measured"))
     with pytest.raises(UserError, match="not simulated"):

@@ -1,8 +1,9 @@
-"""The placement of parameters against Megatron's own models, hand formulas and the compressor that sends the bytes."""
+"""Parameters and activations of stages: hand formulas, published values and the compressor that sends the bytes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,16 @@ from hypothesis import strategies as st
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.simulation import placement
-from experiments.simulation.placement import GPTShape, build, shape_of
-from experiments.spec import matrix
+from experiments.simulation.placement import (
+    GPTShape,
+    build,
+    groups_sharing_a_node,
+    layer_activations,
+    shape_of,
+    stage_activations,
+)
+from experiments.spec.settings import RunConfig
 from tests.low_rank import power_sgd
-
-PAPER_STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
 
 
 def small(**changes: int | bool) -> GPTShape:
@@ -132,21 +138,44 @@ def test_what_cannot_be_split_is_a_user_error(changes: dict[str, int], named: st
     assert "some.yaml" in str(error.value)
 
 
-@pytest.mark.parametrize("study", PAPER_STUDIES)
-def test_paper_scale_runs_are_trainable_and_other_scales_have_none(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scale = matrix.Scale(scale="paper", title="paper", defaults={}, seeds=[1])
-    monkeypatch.setattr(matrix, "load_scale", lambda name: scale)
-    runs = {run.variant: run for run in matrix.runs(study, "paper")}
-    expected = {"none", "int8", "int4", "topk", "randomk", "optimus_cc", "edgc_cqm", "edgc_cqm_int8"}
-    expected |= {"powersgd_r16", "powersgd_r32", "powersgd_r64", "powersgd_r64_int8"}
-    # A V100 has no bf16.
-    assert set(runs) == expected | ({"bf16"} if study != "gpt2_2p5b_v100" else set())
-    for run in runs.values():
-        assert (run.train.iterations, run.train.lr_decay_iterations) == (230_000, 320_000)
-        assert (run.train.lr, run.train.min_lr, run.train.clip_grad) == (1.5e-4, 1e-5, 1.0)
-        assert (run.data.source, run.data.vocab_size, run.train.precision) == ("openwebtext", 50257, "fp32")
-    edgc = runs["edgc_cqm"].edgc
-    assert (edgc.method, edgc.policy, edgc.window, edgc.step_limit) == ("edgc", "cqm", 1000, 8)
-    assert runs["powersgd_r32"].edgc.rank == 32
-    monkeypatch.undo()
-    assert matrix.runs(study, "ci") == []
+def test_placement_refusals() -> None:
+    shape = GPTShape(layers=2, hidden=64, heads=4, sequence_length=32, vocab_size=500, tensor=2, pipeline=2, data=3)
+    for nodes, gpus, words in (
+        (4, 2, r"nodes \* gpus_per_node = 8, but tensor \* pipeline \* data = 12"),
+        (4, 3, "not divisible by parallel.tensor"),
+        (3, 4, "beside another one of its group"),
+    ):
+        with pytest.raises(UserError, match=words):
+            groups_sharing_a_node(shape, nodes, gpus)
+    # one replica: a node may hold several stages, and nothing is reduced
+    assert groups_sharing_a_node(replace(shape, data=1), 1, 4) == 4
+
+
+S, B, H, A = 32, 2, 64, 4  # tokens, sequences, hidden size, heads
+
+
+def run(*, model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    schedule = {"iterations": 1, "lr": 1.0, "lr_warmup_fraction": 0.0, "eval_interval": 1, "eval_batches": 1}
+    return RunConfig(
+        scale="test", study="test", variant="none", label="none", seed=1, parallel=parallel or {},
+        model={"layers": 4, "hidden": H, "heads": A, "sequence_length": S, "dropout": 0.1} | (model or {}),
+        train=schedule | {"micro_batch": B, "global_batch": B} | train,
+    )  # fmt: skip
+
+
+def test_activations_are_those_that_were_published() -> None:
+    for t in (1, 2, 4):
+        ours = layer_activations(run(parallel={"tensor": t}, precision="bf16"))
+        assert ours == pytest.approx(S * B * H * (10 + 24 / t + 5 * A * S / (H * t)), rel=1e-12)
+    # Section 4.1: 96 heads, hidden 12288, sequence 2048: scores and masks are 80 s b h, beside 34 s b h.
+    big = run(model={"layers": 1, "hidden": 12288, "heads": 96, "sequence_length": 2048}, precision="bf16")
+    assert layer_activations(big) == pytest.approx((34 + 80) * B * 2048 * 12288)
+
+
+def test_activations_by_hand() -> None:
+    # 4 tensors of s b h whole; Q K V, projection's input, GeLU in and out: 4 + 8; one matrix of scores a head
+    assert layer_activations(run(model={"dropout": 0.0})) == 4 * (S * B * H * (4 + 4 + 8) + B * A * S * S)
+    split, vocabulary = run(parallel={"tensor": 2, "pipeline": 2}), 512
+    middle = 2 * layer_activations(split)
+    assert stage_activations(split, 0, vocabulary) - middle == S * B * H
+    assert stage_activations(split, 1, vocabulary) - middle == 2 * 4 * S * B * H + 4 * S * B * vocabulary / 2
