@@ -125,6 +125,11 @@ class Run:
         ]
         return _numbers(rows, STAGE)
 
+    @property
+    def first_compressed(self) -> float:
+        """First iteration that sent any stage compressed; nan when none did."""
+        return float(self.stages.loc[self.stages["rank"].notna(), "iteration"].min())
+
     @cached_property
     def evaluations(self) -> pd.DataFrame:
         """Iteration, loss and perplexity of every evaluation on validation text."""
