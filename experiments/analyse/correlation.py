@@ -23,8 +23,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import interval, pearson
+from experiments.analyse.statistics import pearson
 from experiments.analyse.tables import identity
+from experiments.common.equivalence import interval
 
 ALPHAS = (0.5, 0.25, 0.1, 0.05)  # whole numbers of iterations between samples
 PAPER_ALPHA, PAPER_SAMPLES = 0.1, 100

@@ -7,8 +7,8 @@ factors`` is the same policy without quantised factors; it sends more bytes.
 
 A difference is the policy's validation loss less its rival's, of the same seed, in nats: below 0 the policy is better.
 Shuffles of a seed are averaged first. Beside it stands what there was to win: the rival's gap to no compression. The
-verdict is that of :func:`experiments.analyse.equivalence.compare`; ``cannot tell`` where a rival of the same bytes
-costs less than twice the margin (:func:`experiments.analyse.equivalence.worth`); ``not tested`` where the policy did
+verdict is that of :func:`experiments.common.equivalence.compare`; ``cannot tell`` where a rival of the same bytes
+costs less than twice the margin (:func:`experiments.common.equivalence.worth`); ``not tested`` where the policy did
 not act (:mod:`experiments.analyse.acting`).
 
 Every rank of a run hangs on one number, the entropy at the end of warm-up, so ``anchors`` says what EDGC would have
@@ -31,11 +31,19 @@ from edgc.control.settings import GivenConfig
 from edgc.measurement.report import Report
 from experiments.analyse import methods
 from experiments.analyse.acting import acting, decisions_acting
-from experiments.analyse.equivalence import compare, power_of_equality, seeds_needed, worth
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.tables import identity
 from experiments.common.acting import NOT_TESTED, acted, seeds_acted
-from experiments.common.equivalence import BETTER, EQUAL, NOT_DECIDED, loss_margin
+from experiments.common.equivalence import (
+    BETTER,
+    EQUAL,
+    NOT_DECIDED,
+    compare,
+    loss_margin,
+    power_of_equality,
+    seeds_needed,
+    worth,
+)
 from experiments.spec.transformer import layer_matrices
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pairs.csv", "comparisons.csv",

@@ -111,7 +111,7 @@ def keep(
 
 def _check_same(fresh: Path, computed: Path, analysis: str | None) -> None:
     if not fresh.is_file() or fresh.read_bytes() != computed.read_bytes():
-        fix = f"name what {analysis} reads in READERS in kept_run.py, or make the table again, and keep again"
+        fix = f"name what {analysis} reads in READERS in archive.py, or make the table again, and keep again"
         raise UserError("the table does not follow from what is kept of the runs", where=fresh, fix=fix)
 
 

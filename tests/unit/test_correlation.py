@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.analyse import correlation
-from experiments.analyse.statistics import interval
+from experiments.common.equivalence import interval
 from tests.unit.invented_runs import edgc, run, steps
 
 COURSE, NOISE, ENTRIES = 0.06, 0.06, 0.03  # nats: of the levels between windows, of an iteration, of a sample's entries

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from experiments import power
-from experiments.analyse import equivalence
+from experiments.common import equivalence
 
 VALUES = st.lists(st.floats(-0.02, 0.02), min_size=2, max_size=8)
 
