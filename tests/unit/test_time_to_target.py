@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments.analyse import time_to_target
+from experiments.analyse import methods
 from experiments.analyse.runs import Run
 
 STEPS = 100
@@ -50,7 +50,7 @@ NEVER = run("never", "sign", [5.0, 4.9, 4.8, 4.7, 4.6], (1_000, 1_000), 0.0)
 
 
 def test_times_are_those_computed_by_hand() -> None:
-    found = time_to_target.table([PLAIN, HALF, NEVER]).set_index(["variant", "megabits"])
+    found = methods.times_to_target([PLAIN, HALF, NEVER]).set_index(["variant", "megabits"])
     # 90 of 100 iterations: half-way between 3.2 and 3.0.
     assert found.loc[("none", 10.0), "target_loss"] == pytest.approx(3.1)
     assert found.loc[("none", 10.0), "iterations"] == pytest.approx(90)
@@ -63,13 +63,6 @@ def test_times_are_those_computed_by_hand() -> None:
     assert found.loc[("half", 10000.0), "of_uncompressed"] > 1
     assert math.isnan(found.loc[("never", 10.0), "seconds"])
     assert set(found["kind"]) == {"modelled network"}
-
-
-def test_a_loss_that_is_met_between_evaluations_and_at_the_first() -> None:
-    assert time_to_target.reached(PLAIN, 3.75) == pytest.approx(50)
-    assert time_to_target.reached(PLAIN, 6.0) == 20
-    assert time_to_target.seconds(PLAIN, 0.1, 2.5, 1e9) == pytest.approx(0.25, rel=1e-3)
-
-
-def test_without_an_uncompressed_run_there_is_no_target() -> None:
-    assert time_to_target.table([HALF]).empty
+    assert methods.times_to_target([HALF]).empty, "without an uncompressed run there is no target"
+    assert (methods.reached(PLAIN, 3.75), methods.reached(PLAIN, 6.0)) == (pytest.approx(50), 20)
+    assert methods.seconds(PLAIN, 0.1, 2.5, 1e9) == pytest.approx(0.25, rel=1e-3)
