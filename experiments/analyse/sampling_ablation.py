@@ -54,7 +54,7 @@ def tables(runs: list[Run]) -> dict[str, Any]:
         reference = full.get((run.seed, run.edgc.entropy.estimator))
         about = identity(run) | settings(run)
         decisions = decision_columns(run) | compare(run, reference)
-        rows.append(about | fidelity(run, run.edgc.window) | decisions | result(run))
+        rows.append(about | fidelity(run) | decisions | result(run))
         seconds, base = cost(run), cost(reference)["seconds_entropy_mean"] if reference else math.nan
         change = 100 * (seconds["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
         timings.append(about | seconds | {"change_percent": change})

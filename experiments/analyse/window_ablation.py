@@ -9,7 +9,6 @@ follows, so CC is given twice: over the whole run, and over the windows after wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,39 +35,34 @@ def tables(runs: list[Run]) -> dict[str, Any]:
     """``table`` (per run), ``summary`` (per variant), ``trajectories`` (per window), ``warm_up`` (when it would end
     under other tolerances), and of one run per seed ``correlation`` (CC by the number of samples,
     :mod:`experiments.analyse.correlation`) with ``correlation_summary`` (over seeds)."""
-    windows = [(run, run.edgc.window) for run in runs]
     table = pd.DataFrame(
         identity(run)
-        | {"window": window, "step_limit": int(run.setting("step_limit", 8))}
-        | fidelity(run, window)
+        | {"window": run.edgc.window, "step_limit": int(run.setting("step_limit", 8))}
+        | fidelity(run)
         | decision_columns(run)
         | result(run)
-        for run, window in windows
+        for run in runs
     )
     correlations = correlation.table(runs)
     return {
         "table": table,
         "summary": summarise(table, SUMMARISED, ["variant", "label", "window", "step_limit"]),
-        "warm_up": [
-            identity(run) | {"window": window} | row for run, window in windows for row in warm_up_ends(run, TOLERANCES)
-        ],
-        "trajectories": together(
-            [with_identity(run, trajectory(run, window), length=window) for run, window in windows]
-        ),
+        "warm_up": [identity(run) | {"window": run.edgc.window} | row for run in runs for row in warm_up_ends(run)],
+        "trajectories": together([with_identity(run, trajectory(run), length=run.edgc.window) for run in runs]),
         "correlation": correlations,
         "correlation_summary": correlation.summary(correlations),
     }
 
 
-def trajectory(run: Run, window: int) -> pd.DataFrame:
+def trajectory(run: Run) -> pd.DataFrame:
     """Means per complete window and stage.
 
     Columns stage, window, iteration (the last one of the window), entropy, entropy_full, rank. Stage -1 is the mean
     over stages, each counting the same.
     """
     columns = ["stage", "window", "iteration", *ENTROPIES, "rank"]
-    frame = run.stages
-    if frame.empty or window < 1:
+    frame, window = run.stages, run.edgc.window
+    if frame.empty:
         return pd.DataFrame(columns=columns)
     frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // window)
     frame = frame[frame["window"] < int(frame["iteration"].max()) // window]
@@ -80,16 +74,16 @@ def trajectory(run: Run, window: int) -> pd.DataFrame:
     return means.astype({"stage": int})[columns].sort_values(["stage", "window"], ignore_index=True)
 
 
-def fidelity(run: Run, window: int) -> dict[str, Any]:
+def fidelity(run: Run) -> dict[str, Any]:
     """CC of stage 0 and of the mean over stages, whole run and after warm-up, with bias and RMSE in nats.
 
     ``cc_note`` says why a CC is missing. ``sample_*`` compare single measurements at the iterations that were
     sampled, so they show the error from reading a share of the entries alone; window columns add the error
     from the iterations left out.
     """
-    means = trajectory(run, window)
+    means = trajectory(run)
     first = means[means["stage"] == 0]
-    active = first[first["iteration"] - window + 1 >= run.first_compressed]
+    active = first[first["iteration"] - run.edgc.window + 1 >= run.first_compressed]
     views = {"cc": first, "cc_all_stages": means[means["stage"] == -1], "cc_after_warmup": active}
     correlations = {name: pearson(frame["entropy"], frame["entropy_full"]) for name, frame in views.items()}
     notes = []
@@ -115,19 +109,18 @@ def fidelity(run: Run, window: int) -> dict[str, Any]:
     }
 
 
-def warm_up_ends(run: Run, tolerances: Sequence[float]) -> list[dict[str, Any]]:
-    """The iteration at which warm-up would have ended under each stability tolerance; nan: never in this run.
+def warm_up_ends(run: Run) -> list[dict[str, Any]]:
+    """The iteration at which warm-up would have ended under each of ``TOLERANCES``; nan: never in this run.
 
     Judged by the run's own window means of stage 0. After the run's own warm-up they are of compressed training.
     """
     settings = run.edgc
     assert isinstance(settings, PolicyConfig)
-    means = trajectory(run, settings.window)
-    first = means[means["stage"] == 0]
+    first = trajectory(run).query("stage == 0")
     entropies = [float(value) if math.isfinite(value) else None for value in first["entropy"]]
     windows = list(zip(map(int, first["iteration"]), [None, *entropies], entropies, strict=False))
     rows = []
-    for tolerance in tolerances:
+    for tolerance in TOLERANCES:
         config = replace(settings, stability_tolerance=tolerance)
         ends = (
             float(iteration)

@@ -79,7 +79,7 @@ def test_extrapolated_is_what_long_windows_measure() -> None:
 @pytest.mark.parametrize("kind", ["measured", "extrapolated"])
 def test_interval_over_three_seeds_covers(kind: str) -> None:
     assert correlation.combined([0.9, math.nan])["n"] == 1 and correlation.combined([1.0, 1.0])["mean"] > 0.999
-    rng, trials, hits, blocks = np.random.default_rng(4), 400, 0, 40
+    rng, trials, hits, blocks = np.random.default_rng(4), 200, 0, 40
     wanted = {"window": 1000 if kind == "extrapolated" else BLOCK, "alpha": 0.1, "kind": kind}
     truth = theory(int(wanted["window"]), 0.1)  # type: ignore[call-overload]
     for _ in range(trials):
@@ -91,7 +91,7 @@ def test_interval_over_three_seeds_covers(kind: str) -> None:
         assert over["n"] == 3
         assert over["low"] < over["mean"] < over["high"]
         hits += over["low"] <= truth <= over["high"]
-    assert 0.92 <= hits / trials <= 0.98
+    assert 0.91 <= hits / trials <= 0.99
 
 
 def test_one_run_per_seed_that_sampled_the_most_and_intervals_over_seeds() -> None:
