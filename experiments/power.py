@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from edgc.errors import UserError
-from experiments.analyse.equivalence import MOST, power_of_difference, power_of_equality, seeds_needed
 from experiments.analyse.tables import write_table
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
+from experiments.common.equivalence import MOST, power_of_difference, power_of_equality, seeds_needed
 from experiments.spec import matrix
 
 LEAST_SEEDS = 3  # of a pair, to know a deviation

@@ -23,9 +23,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import interval, pearson
+from experiments.analyse.statistics import pearson
 from experiments.analyse.tables import identity
-from experiments.analyse.windows import first_compressed
+from experiments.common.equivalence import interval
 
 ALPHAS = (0.5, 0.25, 0.1, 0.05)  # whole numbers of iterations between samples
 PAPER_ALPHA, PAPER_SAMPLES = 0.1, 100
@@ -63,7 +63,7 @@ def _run_rows(run: Run) -> Iterator[dict[str, Any]]:
     for stage, frame in run.stages.sort_values("iteration").groupby("stage"):
         frame = frame.dropna(subset=["entropy_full", "entropy"] if every else ["entropy_full"])
         for span in SPANS:
-            part = frame[frame["iteration"] >= (first_compressed(run) if span == SPANS[0] else 0)]
+            part = frame[frame["iteration"] >= (run.first_compressed if span == SPANS[0] else 0)]
             full, samples = part["entropy_full"], part["entropy" if every else "entropy_full"]
             for row in cells(full.to_numpy(), samples.to_numpy()):
                 yield about | {"stage": int(stage), "span": span} | row

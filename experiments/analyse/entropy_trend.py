@@ -108,8 +108,6 @@ def grouped(tensors: pd.DataFrame) -> pd.DataFrame:
     columns = [f"{kind}_{name}" for name in ESTIMATORS for kind in ("entropy", "sampled")] + list(SHAPE_COLUMNS)
     frame = tensors.assign(**{name: np.nan for name in columns if name not in tensors})
     frame["group"] = [group_of(str(name)) for name in frame["parameter"]]
-    if "stage" not in frame:
-        frame["stage"] = 0
     return frame.sort_values(["iteration", "stage", "parameter"], ignore_index=True)
 
 

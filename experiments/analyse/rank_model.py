@@ -2,7 +2,7 @@
 
 What is predicted is the absolute Frobenius error of one matrix X at rank r and iteration t, for X = G, the local
 gradient, and X = M, the mean over the replicas of gradient plus error feedback, which the compressor approximates
-(``mean``; in runs from before that was recorded M is one replica's own, ``compressed``). Predictors:
+(``mean``). Predictors:
 
 * ``iid``: sigma_t g(r), as if the entries of X were independent;
 * ``anchored``: actual(r0, t0) exp(H_t - H_t0) g(r) / g(r0), CQM's statement: t0 is the first probed iteration after

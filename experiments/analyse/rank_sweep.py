@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from experiments.analyse.methods import KIND, MEGABITS, work_seconds
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.tables import identity, result, uncompressed_losses
-from experiments.analyse.time_to_target import KIND, MEGABITS, work_seconds
 from experiments.common.quickest import least, quickest
 
 RESULTS = ("table.csv", "timings.csv", "fit.csv", "limits.csv")

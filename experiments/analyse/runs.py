@@ -118,12 +118,16 @@ class Run:
         """One row per step and pipeline stage; ``rank`` is nan where the stage was sent uncompressed, ``mean_error``
         except at window ends."""
         rows = [
-            # Runs from before `worker_error` was named so have it as `relative_error`.
-            {"iteration": event.get("iteration"), "worker_error": stage.get("relative_error")} | stage
+            {"iteration": event.get("iteration")} | stage
             for event in self.events.get("step", [])
             for stage in event.get("stages") or []
         ]
         return _numbers(rows, STAGE)
+
+    @property
+    def first_compressed(self) -> float:
+        """First iteration that sent any stage compressed; nan when none did."""
+        return float(self.stages.loc[self.stages["rank"].notna(), "iteration"].min())
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
@@ -176,8 +180,7 @@ def load_run(path: Path) -> Run:
     """One run folder; ``UserError`` where a file of it is missing or damaged."""
     status = outputs.read_status(path)
     recorded = status != outputs.UNFINISHED and outputs.check(path, FILES)
-    config = outputs.read_settings(path)
-    run = Run(path, status, {**config, **(config.get("config") or {})}, outputs.read_summary(path, status))
+    run = Run(path, status, outputs.read_settings(path), outputs.read_summary(path, status))
     if not recorded:
         _ = run.events  # of a folder without checksums the whole log has to be read
     return run

@@ -1,5 +1,4 @@
-"""What all studies mean by a spread: standard deviations have n - 1 in the denominator, intervals are 95 % Student t
-intervals of the mean over seeds, and are given of differences paired by seed alone."""
+"""Correlations, slopes, quartiles and thinned series over finite values."""
 
 from __future__ import annotations
 
@@ -8,11 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 SMOOTHING = 10  # steps in the trailing mean of the training loss
-SPREAD = ("mean", "sd", "min", "max")  # of what is measured under several seeds
-LIMITS = ("low", "high")  # of the interval
 CURVE_POINTS = 500  # a curve is thinned to about this many steps
 
 
@@ -38,18 +34,6 @@ def slope(x: object, y: object) -> float:
         return math.nan
     a = a - a.mean()
     return float(np.dot(a, b - b.mean()) / np.dot(a, a))
-
-
-def interval(values: Iterable[float]) -> dict[str, float]:
-    """n, mean, sd, min, max and the 95 % t interval of the mean, over the finite values."""
-    x = np.array([v for v in values if math.isfinite(v)], dtype=float)
-    if x.size == 0:
-        return {"n": 0} | dict.fromkeys((*SPREAD, *LIMITS), math.nan)
-    sd = float(x.std(ddof=1)) if x.size > 1 else math.nan
-    half = float(stats.t.ppf(0.975, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
-    mean, least, most = float(x.mean()), float(x.min()), float(x.max())
-    values = (mean, sd, least, most, mean - half, mean + half)
-    return {"n": int(x.size)} | dict(zip((*SPREAD, *LIMITS), values, strict=True))
 
 
 def thin(count: int, keep: Iterable[int] = ()) -> list[int]:

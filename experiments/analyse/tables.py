@@ -14,11 +14,10 @@ from typing import Any
 import pandas as pd
 
 from edgc.errors import UserError
-from experiments.analyse import equivalence
 from experiments.analyse.runs import Run, as_float
-from experiments.analyse.statistics import LIMITS, SMOOTHING, SPREAD, interval, thin
+from experiments.analyse.statistics import SMOOTHING, thin
 from experiments.common.acting import NOT_TESTED, acted
-from experiments.common.equivalence import loss_margin
+from experiments.common.equivalence import LIMITS, SPREAD, compare, interval, loss_margin
 from experiments.common.written_tables import write_text
 
 GAP = "gap_nats"  # the one summarised column that is of differences paired by seed
@@ -72,7 +71,7 @@ def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = (
     """Mean, sd and range over the finished seeds of each variant; ``n`` counts all seeds, ``n_ok`` the finished ones.
 
     Of the gap to the uncompressed run of the same seed also the 95 % interval of the mean, p of being on par with it
-    (:func:`experiments.analyse.equivalence.compare`) and the verdict, which is empty for uncompressed runs and ``not
+    (:func:`experiments.common.equivalence.compare`) and the verdict, which is empty for uncompressed runs and ``not
     tested`` for a policy that did not act. Other columns are not paired, and have no interval: how far two variants
     differ does not follow from how far the seeds of each do.
     """
@@ -84,7 +83,7 @@ def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = (
             spread = interval(fine[column])
             row |= {f"{column}_{name}": spread[name] for name in SPREAD}
             if column == GAP:
-                tested = equivalence.compare(fine[column].tolist(), margin)
+                tested = compare(fine[column].tolist(), margin)
                 row |= {f"{column}_{name}": spread[name] for name in LIMITS}
                 idle = "acted" in group and acted(group) is False
                 verdict = NOT_TESTED if idle else tested["verdict"]

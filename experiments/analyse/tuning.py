@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import SPREAD, interval
 from experiments.analyse.tables import identity, result
+from experiments.common.equivalence import SPREAD, interval
 
 RESULTS = ("table.csv", "rates.csv", "best.csv")
 DETAILS = ("curves.csv",)

@@ -24,9 +24,9 @@ from pydantic import AfterValidator, Field
 
 from edgc.errors import UserError
 from edgc.presets import deep_merge
+from experiments.analyse.methods import loss_at, reached
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.tables import bf16_ratio
-from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench import terminal
 from experiments.bench.terminal import Advance, Positive, Rate
 from experiments.bench.testbed import INTERFACE, Testbed

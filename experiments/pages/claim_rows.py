@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from experiments.analyse.statistics import interval
 from experiments.common.acting import NOT_TESTED
+from experiments.common.equivalence import interval
 from experiments.common.figures import INPUTS
 from experiments.pages.board import text
 from experiments.pages.kept import Kept

@@ -31,9 +31,9 @@ import pandas as pd
 import typer
 
 from edgc.errors import UserError, nearest
-from experiments.analyse.statistics import interval
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
+from experiments.common.equivalence import interval
 from experiments.common.files import KEPT, ROOT, atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.pages import columns as column_list

@@ -20,11 +20,10 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.analyse.equivalence import compare
 from experiments.analyse.tables import bf16_ratio
 from experiments.common import acting, written_tables
 from experiments.common.acting import NOT_TESTED
-from experiments.common.equivalence import CANNOT_TELL, NOT_DECIDED, loss_margin
+from experiments.common.equivalence import CANNOT_TELL, NOT_DECIDED, compare, loss_margin
 
 Place = tuple[str, float]  # recorded entropy, Gbit/s per node
 COUNTS = ("runs", "windows", "tasks", "bandwidths", "entropies")

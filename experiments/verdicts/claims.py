@@ -39,12 +39,7 @@ COLUMNS = (*ABOUT, "n", "n_most", *COUNTS, "verdict", "evidence", "beside", "not
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
 DEPENDS = "depends"
 Value = float | str
-STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": statistics.fmean,
-    "median": statistics.median,
-    "min": min,
-    "max": max,
-}
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"mean": statistics.fmean, "min": min}
 
 
 class Condition(Settings):
@@ -90,7 +85,7 @@ class Claim(Settings):
     kind: Literal["measured", "simulated"]
     study: str
     measure: str
-    statistic: Literal["mean", "median", "min", "max", "worst", "range", "each"]
+    statistic: Literal["mean", "min", "worst", "range", "each"]
     rule: Rule
     depends: str = ""
     scales: tuple[str, ...] = ()
@@ -109,13 +104,13 @@ class Claim(Settings):
         return self
 
     def combine(self, values: Sequence[Value], things: str = "runs") -> Value:
-        """One value for several: their mean or median; of words how often each was found among the ``things``; where
-        the rule looks at one end of the numbers, both ends."""
+        """One value for several: their mean; of words how often each was found among the ``things``; where the rule
+        looks at one end of the numbers, both ends."""
         if self.statistic in ("worst", "each"):
             counts = ", ".join(f"{word} in {n}" for word, n in Counter(map(str, values)).most_common())
             return f"{counts} of {len(values)} {things}" if len(values) > 1 else str(values[0])
         numbers = [value for value in values if not isinstance(value, str)]
-        if self.statistic == "range" or (self.statistic in ("min", "max") and len(set(numbers)) > 1):
+        if self.statistic == "range" or (self.statistic == "min" and len(set(numbers)) > 1):
             return measures.extent(numbers)
         return STATISTICS[self.statistic](numbers)
 
@@ -189,7 +184,6 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
 def main(
     scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
-    claims: Annotated[Path, typer.Option(help="the claims and their rules")] = CLAIMS,
     show: Annotated[bool, typer.Option("--print", help="also print the table")] = False,
 ) -> None:
     """Write results/<scale>/claims.csv."""
@@ -197,7 +191,7 @@ def main(
     if not root.is_dir():
         fix = f"run the studies first: snakemake -c2 all --config scale={scale}"
         raise UserError(f"no results at scale {scale}", where=results / scale, fix=fix)
-    rows = [judge(claim, scale, root) for claim in load_claims(claims)]
+    rows = [judge(claim, scale, root) for claim in load_claims()]
     import pandas as pd
 
     write_table(root / "claims.csv", pd.DataFrame(rows, columns=list(COLUMNS)))

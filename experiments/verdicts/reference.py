@@ -21,7 +21,7 @@ from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
 from experiments.training.outputs import STATUS
 from experiments.verdicts import archive, replay
-from experiments.verdicts.regression import TOLERANCES, Check, load_tolerances, read_table
+from experiments.verdicts.regression import Check, load_tolerances, read_table
 
 PROVENANCE = ("versions", "git", "hardware", "data_fingerprint")
 
@@ -111,7 +111,7 @@ def keep(
 
 def _check_same(fresh: Path, computed: Path, analysis: str | None) -> None:
     if not fresh.is_file() or fresh.read_bytes() != computed.read_bytes():
-        fix = f"name what {analysis} reads in READERS in kept_run.py, or make the table again, and keep again"
+        fix = f"name what {analysis} reads in READERS in archive.py, or make the table again, and keep again"
         raise UserError("the table does not follow from what is kept of the runs", where=fresh, fix=fix)
 
 
@@ -132,7 +132,6 @@ def main(
     scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
     reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
-    tolerances: Annotated[Path, typer.Option(help="the checks, which say what belongs to it")] = TOLERANCES,
     study: Annotated[str | None, typer.Option(help="this study alone, checked or not: runs, tables, figures")] = None,
     so_far: Annotated[bool, typer.Option(help="with --study: those of its runs that have ended")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="with --so-far: runs that are kept already go")] = False,
@@ -142,7 +141,7 @@ def main(
     if study is None:
         if so_far:
             raise UserError("--so-far needs a study", fix="give its name with --study")
-        written = update(load_tolerances(tolerances), fresh, known)
+        written = update(load_tolerances(), fresh, known)
     else:
         names = [run.name for run in matrix.runs(study, scale)]
         written = keep(study, names, fresh, known, so_far=so_far, replace=replace)

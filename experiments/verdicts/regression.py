@@ -42,7 +42,6 @@ class Check(Settings):
     at_least: float | None = None
     at_most: float | None = None
     by: str | None = None
-    direction: Literal["falls", "rises"] = "falls"
     same_text: bool = False
 
     @model_validator(mode="after")
@@ -62,7 +61,7 @@ class Check(Settings):
             "relative": f"± {100 * self.tolerance:g} %",
             "absolute": f"± {self.tolerance:g}",
             "bounds": " and ".join(f"{name} {value:g}" for name, value in bounds.items() if value is not None),
-            "order": f"{self.direction} with {self.by}, slack {self.tolerance:g}",
+            "order": f"falls with {self.by}, slack {self.tolerance:g}",
         }[self.kind]
 
     def holds(self, old: Any, new: Any) -> bool:
@@ -138,8 +137,7 @@ def compare(check: Check, reference: pd.DataFrame, fresh: pd.DataFrame) -> list[
 
 def _ordered(check: Check, name: str, reference: pd.DataFrame, fresh: pd.DataFrame) -> Outcome:
     means = [frame.groupby(check.by)[check.column].mean().dropna().sort_index() for frame in (reference, fresh)]
-    sign = 1 if check.direction == "falls" else -1
-    steps = [sign * (a - b) for a, b in itertools.pairwise(means[1])]
+    steps = [a - b for a, b in itertools.pairwise(means[1])]
     ok = bool(steps) and all(step >= -check.tolerance for step in steps)
     old, new = (" ".join(f"{value:.3g}" for value in series) or "no row" for series in means)
     return Outcome(name, f"by {check.by}", old, new, check.stated, ok)
@@ -192,12 +190,11 @@ def main(
     scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
     reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
-    tolerances: Annotated[Path, typer.Option(help="the checks")] = TOLERANCES,
     every: Annotated[bool, typer.Option("--all", help="print every comparison, not one line per check")] = False,
 ) -> None:
     """Compare fresh tables with the committed reference; every comparison goes to RESULTS/SCALE/regression.csv."""
     fresh, known = results / scale, reference or results / "reference" / scale
-    outcomes = regress(load_tolerances(tolerances), known, fresh)
+    outcomes = regress(load_tolerances(), known, fresh)
     atomic_write(fresh / "regression.csv", pd.DataFrame(outcomes).to_csv(index=False, lineterminator="\n"))
     _print(outcomes, scale, every=every)
     judged = [outcome for outcome in outcomes if outcome.judged]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from pyarrow import parquet
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.common.figures import missing
-from experiments.verdicts import archive, kept_run, reference, replay
+from experiments.verdicts import archive, reference, replay
 from paper_figures.__main__ import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,15 +50,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def one_line(error: pytest.ExceptionInfo[UserError], *words: str) -> None:
-    text = str(error.value)
-    assert "\n" not in text and all(word in text for word in words), text
-
-
 @pytest.mark.parametrize("name", ["window_ablation", "moe"])
 def test_restored_runs_are_kept_as_the_same_bytes(name: str, tmp_path: Path) -> None:
     [first, *others] = archive.unpack(KEPT / name, tmp_path)
-    again = kept_run.pack(tmp_path / first, name)
+    again = archive.pack(tmp_path / first, name)
     assert hashlib.sha256(again).hexdigest() == archive.checksums(KEPT / name)[first]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([first, *others])
     # Runs follow runs, and the workflow makes again what is older than what it follows.
@@ -68,7 +62,7 @@ def test_restored_runs_are_kept_as_the_same_bytes(name: str, tmp_path: Path) -> 
 
 def test_only_what_no_analysis_of_the_study_reads_is_left_out(study: Path) -> None:
     run = study / NAMES[0]
-    before = kept_run.pack(run, STUDY)
+    before = archive.pack(run, STUDY)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for event in (event for event in events if event["event"] == "step"):
         event["lr"] = event["grad_norm"] = 0.1 * event["iteration"]
@@ -76,14 +70,14 @@ def test_only_what_no_analysis_of_the_study_reads_is_left_out(study: Path) -> No
             stage |= {"seconds_compress": 1.5e-3, "seconds_entropy": 0.1}
     (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (run / "tensorboard").write_bytes(b"1")
-    assert kept_run.pack(run, STUDY) == before
-    log = kept_run.unpack(kept_run.pack(run, "entropy_trend"), run)["metrics.jsonl"].decode().splitlines()
+    assert archive.pack(run, STUDY) == before
+    log = archive.files_of(archive.pack(run, "entropy_trend"), run)["metrics.jsonl"].decode().splitlines()
     step = next(json.loads(line) for line in log if '"step"' in line)
     assert step["grad_norm"] == 0.1 and "lr" not in step and step["stages"][0].keys() >= {"rank", "entropy"}
     text = (run / "metrics.jsonl").read_text()
     for seconds in ("0.00150001", "0.0015000123"):  # in four bytes, or in eight
         (run / "metrics.jsonl").write_text(text.replace("0.0015,", f"{seconds},"))
-        timed = kept_run.unpack(kept_run.pack(run, "rank_sweep"), run)["metrics.jsonl"]
+        timed = archive.files_of(archive.pack(run, "rank_sweep"), run)["metrics.jsonl"]
         assert timed.count(f'"seconds_compress": {seconds}}}'.encode()) == 2 * 160
 
 
@@ -94,84 +88,50 @@ def test_tables_of_probes_come_back_to_the_last_bit(study: Path) -> None:
     table["ranks"] = [[1, 2]] * 2_000
     table.loc[3, ["rule", "seconds"]] = None
     table.to_parquet(path, index=False)
-    assert "sampling.parquet" not in kept_run.unpack(kept_run.pack(path.parent, STUDY), path)
-    packed = kept_run.pack(path.parent, "sampling_ablation")
+    assert "sampling.parquet" not in archive.files_of(archive.pack(path.parent, STUDY), path)
+    packed = archive.pack(path.parent, "sampling_ablation")
     content = path.read_bytes()
-    path.write_bytes(kept_run.unpack(packed, path)["sampling.parquet"])
+    path.write_bytes(archive.files_of(packed, path)["sampling.parquet"])
     back = pd.read_parquet(path)
     assert [list(ranks) for ranks in back["ranks"]] == list(table["ranks"])
     pd.testing.assert_frame_equal(back.drop(columns="ranks"), table.drop(columns="ranks"), check_exact=True)
-    assert kept_run.pack(path.parent, "sampling_ablation") == packed
+    assert archive.pack(path.parent, "sampling_ablation") == packed
     path.write_bytes(content[:-9])
-    with pytest.raises(UserError, match="run folder is damaged") as told:
-        kept_run.pack(path.parent, "sampling_ablation")
-    one_line(told, str(path))
+    with pytest.raises(UserError, match=f"run folder is damaged: .*{path}"):
+        archive.pack(path.parent, "sampling_ablation")
 
 
 def test_any_flipped_bit_of_what_is_kept_is_one_line_and_nothing_is_restored(kept: Path, tmp_path: Path) -> None:
     draws = np.random.default_rng(1)
-    for path in (kept / "runs" / f"{NAMES[1]}.parquet", kept / "runs" / archive.SUMS):
-        good = path.read_bytes()
-        for place in [*draws.choice(len(good) - 1, 40, replace=False), len(good) - 1]:
-            path.write_bytes(good[:place] + bytes([good[place] ^ 1 << int(draws.integers(8))]) + good[place + 1 :])
-            with pytest.raises(UserError) as told:
-                archive.unpack(kept, tmp_path / "again")
-            one_line(told, "kept run is damaged", f"git checkout HEAD -- {path.parent}")
-            assert not (tmp_path / "again").exists()
-        path.write_bytes(good)
-    for path in (kept / "runs" / f"{NAMES[1]}.parquet", kept / "runs" / f"{NAMES[0]}.parquet"):
-        path.unlink()
-        if NAMES[0] in path.name:
-            path.symlink_to(KEPT / STUDY / "runs" / path.name)
-        with pytest.raises(UserError, match="missing, a link") as told:
+
+    def refused(path: Path) -> None:
+        with pytest.raises(UserError, match=f"^kept run is damaged: .*git checkout HEAD -- {path.parent}") as told:
             archive.unpack(kept, tmp_path / "again")
-        one_line(told, path.name)
-    assert not (tmp_path / "again").exists()
+        assert "\n" not in str(told.value) and not (tmp_path / "again").exists()
 
-
-def parquet_of(path: Path, table: pyarrow.Table, **options: object) -> None:
-    parquet.write_table(table, path, **({"use_dictionary": False, "store_schema": False} | options))
-
-
-def run_of(**more: pyarrow.Array) -> pyarrow.Table:
-    """The least that is a kept run, but for ``more``."""
-    return pyarrow.table({"run.yaml": ["x"], "status": ["ok\n"], "step": pyarrow.nulls(1), "event": ["{}"], **more})
-
-
-HOSTILE = {
-    "a pickle": lambda path: path.write_bytes(pickle.dumps({"run.yaml": "x"})),
-    "another file": lambda path: parquet_of(path, run_of(**{"../../home": pyarrow.array(["x"])})),
-    "no settings": lambda path: parquet_of(path, run_of().drop_columns("run.yaml")),
-    "a table of another form": lambda path: parquet_of(path, run_of(**{"tensors.parquet": pyarrow.array(["x"])})),
-    "a step of another form": lambda path: parquet_of(path, run_of(step=pyarrow.array([{"stages": 1}]))),
-    "many rows": lambda path: parquet_of(path, pyarrow.table({"status": pyarrow.nulls(2**26 + 1)})),
-    "one text many times": lambda path: parquet_of(
-        path, pyarrow.table({"status": ["0" * 2**20] * 2**6}), compression="zstd", use_dictionary=True
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_file_that_is_no_kept_run_is_refused_although_its_checksum_fits(kind: str, kept: Path) -> None:
-    parquet_of(kept / "least.parquet", run_of())
-    assert set(kept_run.unpack((kept / "least.parquet").read_bytes(), kept)) == {"metrics.jsonl", "run.yaml", "status"}
-    path = kept / "runs" / f"{NAMES[-1]}.parquet"
-    before = archive.checksums(kept)[NAMES[-1]]
-    HOSTILE[kind](path)
-    sums = kept / "runs" / archive.SUMS
-    sums.write_text(sums.read_text().replace(before, hashlib.sha256(path.read_bytes()).hexdigest()))
-    with pytest.raises(UserError, match="kept run is damaged") as told:
-        archive.unpack(kept, kept / "again")
-    one_line(told, str(path))
-    assert not (kept / "again").exists()
-
-
-@pytest.mark.parametrize("name", ["../run", ".hidden", "a/b", "", "/root/run"])
-def test_a_run_whose_name_leads_elsewhere_is_refused(name: str, kept: Path) -> None:
-    sums = kept / "runs" / archive.SUMS
-    sums.write_text(sums.read_text().replace(f"{NAMES[0]}.", f"{name}."))
-    with pytest.raises(UserError, match="a line of the list"):
-        archive.unpack(kept, kept / "again")
+    sums, path = kept / "runs" / archive.SUMS, kept / "runs" / f"{NAMES[1]}.parquet"
+    for changed in (path, sums):
+        good = changed.read_bytes()
+        for place in [*draws.choice(len(good) - 1, 20, replace=False), len(good) - 1]:
+            changed.write_bytes(good[:place] + bytes([good[place] ^ 1 << int(draws.integers(8))]) + good[place + 1 :])
+            refused(changed)
+        changed.write_bytes(good)
+    # What is no kept run although its checksum fits.
+    listed, good = sums.read_text(), path.read_bytes()
+    table = parquet.read_table(path)
+    for other in (table.drop_columns("run.yaml"), table.set_column(0, "step", pyarrow.array(["x"] * len(table))), None):
+        path.write_bytes(b"no table")
+        if other is not None:
+            parquet.write_table(other, path)
+        sums.write_text(listed.replace(*(hashlib.sha256(content).hexdigest() for content in (good, path.read_bytes()))))
+        refused(path)
+    # A run whose name leads elsewhere, and one that is missing.
+    for name in ("../run", ".hidden", "a/b", "", "/root/run"):
+        sums.write_text(listed.replace(f"{NAMES[0]}.", f"{name}."))
+        refused(sums)
+    sums.write_text(listed)
+    path.unlink()
+    refused(path)
 
 
 def test_a_new_run_adds_a_file_and_rewrites_none(kept: Path, study: Path) -> None:
@@ -197,9 +157,8 @@ def test_another_run_of_the_name_is_kept_only_if_asked(kept: Path, study: Path) 
     before, settings = contents(kept / "runs"), study / NAMES[0] / "run.yaml"
     settings.write_text(settings.read_text().replace("started: '20", "started: '21"))
     (study / NAMES[1] / "status").unlink()
-    with pytest.raises(UserError, match=f"another run {NAMES[0]} is kept") as told:
+    with pytest.raises(UserError, match=f"another run {NAMES[0]} is kept.*--replace"):
         archive.add(study, kept, NAMES)
-    one_line(told, "--replace")
     assert contents(kept / "runs") == before
     assert archive.add(study, kept, NAMES, replace=True) == [NAMES[0], NAMES[2]]
     assert b"started: '21" in archive.read(kept, NAMES[0])["run.yaml"]
@@ -233,9 +192,8 @@ def test_a_study_is_kept_if_its_tables_follow_from_the_kept_runs(study: Path, tm
     assert (kept / "figures" / f"{STUDY}.png").read_bytes() == (KEPT / "figures" / f"{STUDY}.png").read_bytes()
     table = study / "table.csv"
     table.write_text(table.read_text().replace("1", "2", 1))
-    with pytest.raises(UserError, match="does not follow from what is kept") as told:
+    with pytest.raises(UserError, match=f"does not follow from what is kept.*{table}"):
         reference.keep(STUDY, NAMES, study.parent, kept)
-    one_line(told, str(table))
 
 
 def run_replay(
@@ -254,26 +212,26 @@ def test_replay_tells_a_file_that_does_not_follow_from_the_runs(
     kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (kept.parent / "figures").mkdir()
-    shutil.copy(KEPT / "figures" / f"{STUDY}.png", kept.parent / "figures")
-    code, output = run_replay(tmp_path, capsys)
-    assert code == 0, output
-    detail = kept / "trajectories.parquet"
-    assert output.count("same") == len(list(kept.glob("*.csv"))) + 3 and str(detail) in output
-    figure, table, good = kept.parent / "figures" / f"{STUDY}.png", kept / "table.csv", detail.read_bytes()
-    table.write_text(table.read_text().replace("1", "2", 1))
+    figure, table, detail = kept.parent / "figures" / f"{STUDY}.png", kept / "table.csv", kept / "trajectories.parquet"
+    measured, good = table.read_text(), detail.read_bytes()
+    table.write_text(measured.replace("1", "2", 1))
     figure.write_bytes(b"other")
     pd.read_parquet(detail).assign(rank=1).to_parquet(detail)
-    code, output = run_replay(tmp_path, capsys)
-    assert code == 1 and output.count("DIFFERENT") == 3
-    assert run_replay(tmp_path, capsys, "methods")[0] == 2
     # What was measured is never replaced, only what is drawn or drawn from.
     code, output = run_replay(tmp_path, capsys, write=True)
     assert code == 1 and output.count("DIFFERENT") == 1 and f"DIFFERENT  {table}" in output
     assert output.count("written") == 3, "with a figure that was not kept before"
-    assert detail.read_bytes() == good and figure.read_bytes().startswith(b"\x89PNG")
+    assert detail.read_bytes() == good
+    assert figure.read_bytes() == (KEPT / "figures" / f"{STUDY}.png").read_bytes()
     assert (kept.parent / "figures" / "window_correlation.png").is_file()
+    table.write_text(measured)
+    code, output = run_replay(tmp_path, capsys)
+    assert code == 0, output
+    assert output.count("same") == len(list(kept.glob("*.csv"))) + 4 and str(detail) in output
+    assert run_replay(tmp_path, capsys, "methods")[0] == 2
     detail.unlink()
-    assert f"DIFFERENT  {figure}" in run_replay(tmp_path, capsys)[1], "a figure without its tables follows from none"
+    code, output = run_replay(tmp_path, capsys)
+    assert code == 1 and f"DIFFERENT  {figure}" in output, "a figure without its tables follows from none"
 
 
 def test_a_figure_drawn_from_parquet_has_the_bytes_of_one_drawn_from_csv(study: Path, tmp_path: Path) -> None:

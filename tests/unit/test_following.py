@@ -23,11 +23,10 @@ BASE |= {"study": "x", "variant": "cqm", "train": {**BASE["train"], "iterations"
 BASE["compression"] = {"method": "edgc", "window": 10, "r_max": 32, "r_min": 8, "step_limit": 8}
 
 
-def write(root: Path, ranks: list[Any], status: str = "ok", name: str = "cqm-s1") -> RunConfig:
+def write(root: Path, ranks: list[Any], status: str = "ok") -> RunConfig:
     """A run that decides every ten iterations, from the twentieth on; returns its settings."""
-    folder = root / "ci" / "x" / name
+    folder, run = root / "ci" / "x" / "cqm-s1", resolve(BASE, "test")
     folder.mkdir(parents=True)
-    run = resolve(BASE, "test")
     (folder / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
     events = [{"event": "decision", "iteration": 10, "phase": "warmup", "ranks": [None]}]
     events += [
@@ -66,15 +65,6 @@ def test_the_schedule_of_a_run_that_follows(tmp_path: Path, order: str, wanted: 
     assert lineage.with_ranks(run, tmp_path / "nowhere") == run, "a run from its own record follows nothing again"
 
 
-def test_shuffles_are_of_the_same_ranks_and_differ_by_seed_and_number() -> None:
-    ranks = list(range(40))
-    numbers = [FollowsConfig(variant="a", order="shuffled", shuffle=number) for number in (1, 2, 3)]
-    orders = {(seed, n.shuffle): tuple(lineage.in_order(ranks, n, seed)) for seed in (1, 2) for n in numbers}
-    assert len(set(orders.values())) == 6
-    assert all(Counter(order) == Counter(ranks) for order in orders.values())
-    assert tuple(lineage.in_order(ranks, numbers[2], 2)) == orders[2, 3]
-
-
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
 def test_two_neighbouring_ranks_send_exactly_the_same(ranks: list[int]) -> None:
     even = lineage.in_order(ranks, FollowsConfig(variant="a", order="even"), 1)
@@ -82,6 +72,11 @@ def test_two_neighbouring_ranks_send_exactly_the_same(ranks: list[int]) -> None:
     assert max(even) - min(even) <= 1
     ahead = [sum(even[: k + 1]) - sum(ranks) * (k + 1) / len(ranks) for k in range(len(ranks))]
     assert all(-1 < value <= 0 for value in ahead), "never a whole rank behind the mean"
+    orders = [FollowsConfig(variant="a", order="shuffled", shuffle=number) for number in (1, 2)]
+    shuffled = [tuple(lineage.in_order(list(range(40)), order, seed)) for order in orders for seed in (1, 2)]
+    assert len(set(shuffled)) == 4, "they differ by seed and number"
+    assert shuffled[0] == tuple(lineage.in_order(list(range(40)), orders[0], 1)), "and repeat"
+    assert Counter(lineage.in_order(ranks, orders[0], 1)) == Counter(ranks)
 
 
 def test_what_cannot_be_followed(tmp_path: Path) -> None:
@@ -133,25 +128,19 @@ def test_all_variants_branch_from_one_that_keeps_its_warm_up(studies: Path) -> N
     }  # fmt: skip
 
 
-def following(name: str, variant: str, order: str = "even") -> dict[str, Any]:
-    return {"variants": {**STUDY["variants"], name: {"follows": {"variant": variant, "order": order}}}}
+def test_mistakes_are_named(studies: Path) -> None:
+    def following(name: str, variant: str, order: str = "even") -> dict[str, Any]:
+        return {"variants": {**STUDY["variants"], name: {"follows": {"variant": variant, "order": order}}}}
 
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
+    more = {"variants": ["rank_8"], "seeds": [2]}
+    for change, text in (
         ({"base": {**STUDY["base"], "branch": "cmq"}}, "branch: unknown variant 'cmq'.*did you mean cqm"),
         (following("back", "cqn"), "back: follows.variant: unknown variant 'cqn'"),
         (following("twice", "back"), "twice: follows.variant: back follows another run itself"),
         (following("back", "cqm", "backwards"), "follows.order"),
-        (
-            {"more_seeds": {"variants": ["rank_8"], "seeds": [2]}},
-            r"rank_8: branch: cqm has no seed 2, which rank_8 has .*; name cqm under more_seeds.variants as well",
-        ),
+        ({"more_seeds": more}, r"rank_8: branch: cqm has no seed 2, .*; name cqm under more_seeds.variants as well"),
         ({"base": {"compression": {"method": "none"}}}, r"need compression\.method = edgc"),
-    ],
-)
-def test_mistakes_are_named(studies: Path, change: dict[str, Any], text: str) -> None:
-    (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, **change}))
-    with pytest.raises(UserError, match=text):
-        matrix.runs("tried", "ci")
+    ):
+        (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, **change}))
+        with pytest.raises(UserError, match=text):
+            matrix.runs("tried", "ci")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -19,6 +18,7 @@ from edgc.control.rank_model import error as error_of
 from edgc.control.rank_model import rank_for_error
 from edgc.errors import UserError
 from experiments.analyse import moe
+from experiments.analyse.runs import load_run
 from experiments.evaluation.export import check_run
 from experiments.spec import matrix
 from experiments.spec.settings import ProbeConfig
@@ -28,37 +28,6 @@ from tests.unit.invented_runs import run
 
 FC1 = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
 DENSE = "decoder.layers.0.self_attention.linear_qkv.weight"
-
-
-CHANGE = {0: -0.4, 1: -0.2, 2: 0.0, 3: 0.3}  # nats, by which an expert's entropy moves over the run
-
-
-def probes() -> pd.DataFrame:
-    """Expert e of layer l has entropy -5 - l - e/10, moves by ``CHANGE`` and gets 10 (e + 1) tokens."""
-    rows = []
-    for t in [1, *range(10, 201, 10)]:
-        part = t / 200
-        for layer in (0, 1):
-            found = [(FC1.replace("fc1", kind).format(layer, e), -5 - layer - e / 10 + change * part, e)
-                     for e, change in CHANGE.items() for kind in ("fc1", "fc2")]  # fmt: skip
-            found.append((DENSE.replace("layers.0", f"layers.{layer}"), -4.0 + 0.1 * part, None))
-            for name, entropy, e in found:
-                about = {"iteration": t, "stage": 0, "parameter": name, "numel": 36864, "gradient_norm": 1.0}
-                tokens = None if e is None else 10 * (e + 1)
-                rows.append(about | {"entropy_histogram": entropy, "log_sigma": entropy - 1.42, "tokens": tokens})
-        rows.append({**rows[-1], "stage": -1, "parameter": "<model>", "entropy_histogram": 0.0})
-    return pd.DataFrame(rows)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Tables of two runs; experts send 400 of the 1000 bytes, or half of that where they are compressed."""
-    made = []
-    for name, experts, compression in (("none", 400, None), ("r16", 200, {"method": "powersgd", "rank": 16})):
-        events = {"step": [{"iteration": 1, "stages": [{"stage": s, "expert_bytes": experts // 2} for s in (0, 1)]}]}
-        made.append(run(name, compression=compression, events=events, bytes_total=1000 if name == "none" else 500))
-    made[0].__dict__["tensors"] = probes()
-    return moe.tables(made)
 
 
 @given(degree=st.sampled_from([1, 2, 4, 8]), local=st.integers(1, 12), layer=st.integers(0, 30))
@@ -117,48 +86,39 @@ def test_experts_of_different_ranks_start_different_and_repeat() -> None:
     assert [float(w.std()) for w in weights] == pytest.approx([0.02] * 5, rel=0.1)
 
 
-def test_experts_keep_their_place_in_the_table(found: dict[str, Any]) -> None:
-    rows = found["experts"].query("kind == 'fc2'").set_index(["layer", "expert", "window"])
-    assert len(rows) == 2 * 4 * 10
-    for (layer, expert, window), row in rows.iterrows():
-        # Windows hold two probes each, 10 apart; the first also iteration 1.
-        times = [window - 10, window] if window > 20 else [1, 10, 20]
-        part = sum(times) / len(times) / 200
-        assert row["entropy"] == pytest.approx(-5 - layer - expert / 10 + CHANGE[int(expert)] * part)
-        assert row["tokens"] == 10 * (expert + 1)
-
-
-def test_spread_tells_experts_from_layers(found: dict[str, Any]) -> None:
-    last = found["spread"].query("window == 200").set_index(["kind", "between"])
-    means = [-e / 10 + m * 195 / 200 for e, m in CHANGE.items()]
-    assert last.loc[("fc1", "experts"), "sd_nats"] == pytest.approx(pd.Series(means).std())
-    assert last.loc[("fc1", "experts"), "sigma_ratio"] == pytest.approx(math.exp(max(means) - min(means)))
-    # The two layers are one nat apart in experts, and equal in attention.
-    assert last.loc[("fc1", "layers"), "sd_nats"] == pytest.approx(1 / math.sqrt(2))
-    assert last.loc[("qkv", "layers"), "sd_nats"] == pytest.approx(0, abs=1e-12)
-    assert ("qkv", "experts") not in last.index
-
-
-def test_rank_of_an_expert_follows_its_own_entropy(found: dict[str, Any]) -> None:
-    fc1 = found["fit"].query("kind == 'fc1' and layer == 1").set_index("expert")
+def test_tables_of_experts_are_those_of_their_probes(kept_results: Path) -> None:
+    folder = kept_results / "ci" / "moe"
+    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in ("table", "experts", "spread", "fit")}
+    for row in tables["table"].itertuples():
+        stages = load_run(folder / f"{row.variant}-s{row.seed}").stages
+        assert row.expert_bytes_total == stages["expert_bytes"].sum()
+        assert row.expert_share == pytest.approx(row.expert_bytes_total / row.bytes_total)
+    one = {name: frame.query("variant == 'none' and seed == 1") for name, frame in tables.items() if name != "table"}
+    probes = pd.read_parquet(folder / "none-s1" / "tensors.parquet").set_index(["parameter", "iteration"])
+    entropy = probes["entropy_histogram"].unstack()
+    # Windows hold two probes each, 10 apart; the first also iteration 1.
+    first = entropy.loc[:, [1, 10, 20]].mean(axis=1)
+    rows = one["experts"].query("window == 20 and kind == 'fc1'").set_index(["layer", "expert"])
+    for layer, expert in rows.index:
+        row, name = rows.loc[(layer, expert)], FC1.format(layer, int(expert))
+        assert row["entropy"] == pytest.approx(first[name])
+        assert row["tokens"] == pytest.approx(probes.loc[name]["tokens"].loc[[1, 10, 20]].mean())
+    spread = one["spread"].query("window == 20").set_index(["kind", "between"])
+    within, between = (rows["entropy"].groupby("layer").agg(how) for how in ("std", "mean"))
+    assert spread.loc[("fc1", "experts"), "sd_nats"] == pytest.approx(within.mean())
+    assert spread.loc[("fc1", "layers"), "sd_nats"] == pytest.approx(between.std())
+    assert ("qkv", "experts") not in spread.index
     # From the first window after iteration 20 (30 and 40) to the last one (190 and 200).
-    part = (195 - 35) / 200
-    for expert, move in CHANGE.items():
-        row = fc1.loc[expert]
-        assert row["change_nats"] == pytest.approx(move * part)
-        error = math.exp(-move * part) * error_of(96, 384, moe.RANK)
-        assert row["cqm_rank"] == pytest.approx(rank_for_error(96, 384, error))
-    # Sixteen expert matrices move by -0.075 on average, two of attention by 0.1; sizes are equal.
-    mean = (16 * -0.075 + 2 * 0.1) / 18
-    assert fc1["stage_change_nats"].tolist() == pytest.approx([mean * part] * 4)
-    assert fc1.loc[0, "correlation_stage"] == pytest.approx(1)
-    assert fc1.loc[3, "correlation_stage"] == pytest.approx(-1)
-    assert fc1["stage_cqm_rank"].nunique() == 1
-
-
-def test_table_splits_the_bytes(found: dict[str, Any]) -> None:
-    assert found["table"]["expert_share"].tolist() == pytest.approx([0.4, 0.4])
-    assert found["table"]["expert_bytes_total"].tolist() == [400, 200]
+    late, move = entropy.loc[:, 30:], entropy[[190, 200]].mean(axis=1) - entropy[[30, 40]].mean(axis=1)
+    size = probes["numel"].groupby("parameter").first().drop("<model>")
+    overall = (late.mul(size, axis=0).sum() - late.loc["<model>"] * 0) / size.sum()
+    for row in one["fit"].query("kind == 'fc1'").itertuples():
+        name = FC1.format(row.layer, int(row.expert))
+        assert row.change_nats == pytest.approx(move[name])
+        assert row.cqm_rank == pytest.approx(
+            rank_for_error(96, 384, math.exp(-move[name]) * error_of(96, 384, moe.RANK)), abs=1e-4
+        )
+        assert row.correlation_stage == pytest.approx(late.loc[name].corr(overall))
 
 
 def test_a_study_without_probes_has_tables() -> None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import pytest
 import torch
+import yaml
+from pyarrow import parquet
 
 from edgc.compressors import Gradient
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
+from edgc.control.rank_model import error
 from edgc.errors import UserError
+from edgc.measurement.spectral import MatrixSpectrum
 from experiments.analyse import rank_model
+from experiments.analyse.runs import Run
 from experiments.common.yaml_settings import validate
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes import SpectraProbe
 from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
+from tests.unit.conftest import REFERENCE
 from tests.unit.invented_runs import run
 
 NAME, SHAPE, RANK = "decoder.layers.0.mlp.linear_fc1.weight", (40, 28), 8
@@ -78,10 +84,10 @@ def test_rows_agree_with_powersgd_and_singular_values_by_hand() -> None:
     start = random_factor(0, 1, NAME, SHAPE[1], RANK).double().numpy()
     m = [drawn(w, 1).double().numpy() for w in range(2)]
     basis = np.linalg.qr((m[0] + m[1]) / 2 @ start)[0]
-    error = m[0] - basis @ (basis.T @ m[0])
+    left_0 = m[0] - basis @ (basis.T @ m[0])
     other = m[1] - basis @ (basis.T @ m[1])
     factor = ((m[0] + m[1]) / 2).T @ basis
-    second = [drawn(0, 2).double().numpy() + error, drawn(1, 2).double().numpy() + other]
+    second = [drawn(0, 2).double().numpy() + left_0, drawn(1, 2).double().numpy() + other]
     basis = np.linalg.qr((second[0] + second[1]) / 2 @ factor)[0]
     mean = (second[0] + second[1]) / 2
     found = basis.T @ mean
@@ -132,157 +138,83 @@ def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
     assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "mean"), (8, "gradient")]
     resumed = probe_of(compressor)
     resumed.load_state_dict(probe.state_dict())
-    assert resumed.rows == probe.rows
-    assert resumed.rows is not probe.rows
-
-
-def test_spectra_without_probed_iterations_are_refused() -> None:
+    assert resumed.rows == probe.rows and resumed.rows is not probe.rows
     with pytest.raises(UserError, match="give every"):
         validate(ProbeConfig, {"spectra": True}, "study.yaml")
 
 
-SHAPES = {"decoder.layers.0.mlp.linear_fc1.weight": (192, 96),
-          "decoder.layers.0.self_attention.linear_proj.weight": (96, 96)}  # fmt: skip
-COMMON = {"record_full_entropy": True, "window": 20, "entropy": {"iteration_rate": 0.25, "estimator": "gaussian"}}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
-    "r8": {"method": "powersgd", "rank": 8, "error_feedback": False},
-    "r16": {"method": "powersgd", "rank": 16, "error_feedback": False},
-}
-
-
-@lru_cache
-def planted(shape: tuple[int, int], draw: int) -> torch.Tensor:
-    """Independent normal entries; without a ``draw`` (0) the spectrum 1/i."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(draw), dtype=torch.float64)
-    if not draw:
-        u, s, v = torch.linalg.svd(x, full_matrices=False)
-        x = (u / torch.arange(1, len(s) + 1)) @ v
-    return x
+@pytest.fixture(scope="module")
+def kept() -> list[Run]:
+    """Two kept runs of PowerSGD, of ranks 8 and 16: of each the first stage, as if probed every 60 iterations."""
+    found = list[Run]()
+    for name in ("r8-s1", "r16-s1"):
+        path = REFERENCE / "workstation" / "rank_model" / "runs" / f"{name}.parquet"
+        columns = parquet.read_table(path, columns=["run.yaml", "spectra.parquet"])
+        spectra = columns["spectra.parquet"].combine_chunks().drop_null()
+        frame = pyarrow.Table.from_struct_array(spectra).to_pandas().query("stage == 0 and iteration % 60 == 0")
+        found.append(Run(path, "ok", yaml.safe_load(columns["run.yaml"][0].as_py())))
+        found[-1].__dict__.update(spectra=frame, events={})
+    return found
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, pd.DataFrame]:
-    """The tables of one seed: independent entries without compression, a power law under PowerSGD of rank 8 and 16
-    without error feedback, which has found its singular values after a few steps. Entropies fall by 0.01 a step."""
-    made = []
-    for name, compression in VARIANTS.items():
-        settings = EDGCConfig.from_dict(compression | COMMON)
-        compressor = settings.build()
-        probe = SpectraProbe(ProbeConfig(every=20, spectra=True), settings, 0, compressor, reports=True)
-        for t in range(1, 201):
-            if name != "none" or probe.config.due(t):
-                matrices = [(key, planted(shape, t if name == "none" else 0)) for key, shape in SHAPES.items()]
-                gradients = [Gradient(key, (math.exp(-t / 100) * matrix).float()) for key, matrix in matrices]
-                probe.observe(t, gradients)
-                reduce_together([compressor], [gradients], settings.fixed_rank)
-                probe.end_iteration(t, skipped=False)
-        made.append(run(name, compression=compression | COMMON))
-        made[-1].__dict__["spectra"] = pd.DataFrame(probe.rows)
-    return {name: pd.DataFrame(rows) for name, rows in rank_model.tables(made).items()}
+def found(kept: list[Run]) -> dict[str, pd.DataFrame]:
+    return {name: pd.DataFrame(rows) for name, rows in rank_model.tables(kept).items()}
 
 
-def rows_of(found: dict[str, pd.DataFrame], **where: Any) -> pd.DataFrame:
-    table = found["table"]
-    for column, value in where.items():
-        table = table[table[column] == value]
-    assert len(table)
-    return table
-
-
-def test_noise_is_predicted_by_sigma_and_g(found: dict[str, pd.DataFrame]) -> None:
-    rows = rows_of(found, variant="none", of="gradient", ranks="one")
-    # Ranks around 8, the lower one of the compressed runs; a quarter of it is no multiple of 4.
-    assert sorted(rows["rank"].unique()) == [4, 8, 16, 24]
-    assert set(rows["predictor"]) == {"iid", "anchored"}
-    assert (rows["abs_log_p90"] < 0.02).all()
-    # Probes at 1, 20, 40, ...; t0 is 40, after 20 of 200 iterations, and the table begins after it.
-    assert (rows["predictions"] == 8 * len(SHAPES)).all()
-
-
-def test_a_power_law_is_off_by_its_known_factor(found: dict[str, pd.DataFrame]) -> None:
-    squares = np.arange(1, 97, dtype=float) ** -2.0
-    for rank in (4, 8, 16, 24):
-        power = math.sqrt(squares[rank:].sum() / squares.sum())
-        # Monte Carlo of the noise that sigma g(r) stands for, one shape after the other.
-        noise = [errors_of(np.random.default_rng(5).standard_normal(shape), [rank])[0] for shape in SHAPES.values()]
-        expected = np.median(np.log(np.array(noise) / power))
-        for of in ("gradient", "mean"):
-            row = rows_of(found, variant="r8", of=of, actual="best", predictor="iid", rank=rank).iloc[0]
-            assert row["log_median"] == pytest.approx(expected, abs=0.02)
-    # The error at the rank in use scales with the entropy, whatever the spectrum.
-    row = rows_of(found, variant="r8", of="mean", actual="best", predictor="anchored", rank=8).iloc[0]
-    assert row["abs_log_p90"] < 1e-3
-    row = rows_of(found, variant="r8", of="mean", actual="best", predictor="spectral", rank=16).iloc[0]
-    assert row["abs_log_p90"] < 0.2
-
-
-def test_powersgd_that_has_converged_is_as_good_as_the_best_at_its_own_and_at_another_runs_rank(
-    found: dict[str, pd.DataFrame],
-) -> None:
-    for predictor, rank in (
-        ("iid", 8),
-        ("anchored", 8),
-        ("anchored_gradient", 8),
-        ("iid", 16),
-        ("spectral", 16),
-    ):
-        best, own = (
-            rows_of(found, variant="r8", of="mean", actual=kind, predictor=predictor, rank=rank).iloc[0]
-            for kind in ("best", "powersgd")
-        )
-        assert own["log_median"] == pytest.approx(best["log_median"], abs=2e-3)
-        assert own["predictions"] == best["predictions"]
-    own = rows_of(found, variant="r16", actual="powersgd", predictor="spectral")
-    # Cut to the first eight of sixteen values the error is known, and the other run has it.
-    assert own.loc[own["ranks"] == "one", "rank"].tolist() == [8]
-    assert (own["abs_log_p90"] < 2e-3).all()
-
-
-def test_the_tail_is_judged_from_exact_values_above_the_rank_in_use(found: dict[str, pd.DataFrame]) -> None:
-    exact = rows_of(found, variant="r8", actual="best", predictor="tail")
-    assert sorted(exact.loc[exact["ranks"] == "one", "rank"]) == [16, 24]
-    other = rows_of(found, variant="r8", actual="best", predictor="spectral", rank=16).iloc[0]
-    one = exact[exact["rank"] == 16].iloc[0]
-    assert one["log_median"] == pytest.approx(other["log_median"], abs=2e-3)
-
-
-def test_errors_over_training_pool_kinds_and_ranks(found: dict[str, pd.DataFrame]) -> None:
-    errors = found["errors"]
-    assert sorted(errors["window"].unique()) == [20 * k for k in range(1, 11)]
-    assert set(errors["kind"]) == {"fc1", "projection", "<layers>"}
-    rows = errors[(errors["variant"] == "r8") & (errors["of"] == "mean") & (errors["predictor"] == "iid")]
-    rows = rows[(rows["actual"] == "best") & (rows["kind"] == "<layers>") & (rows["window"] == 200)]
-    rows = rows.set_index(["ranks", "rank"])
-    squares = np.arange(1, 97, dtype=float) ** -2.0
-    assert rows.loc[("one", 16), "actual_median"] == pytest.approx(
-        math.sqrt(squares[16:].sum() / squares.sum()), rel=1e-4
-    )
-    assert rows.xs("above", level="ranks")["predictions"].tolist() == [2 * len(SHAPES)]
-    anchored = errors[errors["predictor"].str.startswith("anchored")]
-    assert anchored["window"].min() == 40, "nothing is anchored before the end of warm-up"
-
-
-def test_a_run_without_spectra_keeps_its_row() -> None:
+def test_errors_are_predicted_from_sigma_entropy_and_spectrum(kept: list[Run], found: dict[str, pd.DataFrame]) -> None:
+    other = kept[0].spectra.set_index(rank_model.PLACE)["powersgd_error"].dropna()
+    spectra = kept[1].spectra.query("of == 'mean' and parameter.str.contains('layers')")
+    logs: dict[tuple[str, str, int], list[float]] = {}
+    ratios = []
+    for _, rows in spectra.groupby(["stage", "parameter"]):
+        start = rows[rows["iteration"] == 60].iloc[0]  # the first that is probed after a tenth of the 400 iterations
+        for row in rows[rows["iteration"] > 60].itertuples():
+            shape = (row.rows, row.columns)
+            best, first = (dict(zip(one.ranks, one.norm * np.array(one.errors), strict=True)) for one in (row, start))
+            moved = math.exp(row.entropy - start.entropy)
+            spectrum = MatrixSpectrum(shape, list(row.singular_sq), row.input_sq)
+            exact = MatrixSpectrum(shape, list(row.best_sq), row.norm**2)
+            for rank in (8, 32):
+                share = error(*shape, rank) / error(*shape, 16)
+                predicted = {"iid": row.sigma * error(*shape, rank), "anchored": first[16] * moved * share}
+                predicted["spectral"] = math.sqrt(spectrum.errors_sq([rank])[0])
+                if rank > 16:
+                    predicted["tail"] = math.sqrt(exact.errors_sq([rank])[0])
+                for name, value in predicted.items():
+                    logs.setdefault(("best", name, rank), []).append(math.log(value / best[rank]))
+            left = row.norm * other[row.stage, row.parameter, row.iteration]
+            logs.setdefault(("powersgd", "iid", 8), []).append(math.log(row.sigma * error(*shape, 8) / left))
+            if row.iteration == 360:
+                ratios.append(row.sigma * error(*shape, 32) / best[32])
+    table = found["table"].query("variant == 'r16' and of == 'mean' and matrices == '<layers>' and ranks == 'one'")
+    table = table.set_index(["actual", "predictor", "rank"])
+    for key, expected in logs.items():
+        row, size = table.loc[key], np.abs(expected)
+        assert row["predictions"] == len(expected) > 30
+        assert row["log_median"] == pytest.approx(np.median(expected))
+        assert row[["abs_log_median", "abs_log_p90"]].tolist() == pytest.approx(np.percentile(size, (50, 90)).tolist())
+    assert ("best", "tail", 8) not in table.index and ("powersgd", "spectral", 16) not in table.index, "no prediction"
+    where = "variant == 'r16' and window == 360 and of == 'mean' and actual == 'best' and predictor == 'iid'"
+    rows = found["errors"].query(f"{where} and kind == '<layers>' and ranks == 'one'").set_index("rank")
+    assert rows.loc[32, "ratio_median"] == pytest.approx(np.median(ratios))
+    anchored = found["errors"].query("predictor == 'anchored'")
+    assert anchored["window"].min() == 80, "nothing is anchored before the end of warm-up"
     written = rank_model.tables([run("none", status="failed")])
-    assert [row["status"] for row in written["table"]] == ["failed"]
-    assert {row["rows"] for row in written["stiffness"]} == {1024, 4096}
+    assert [row["status"] for row in written["table"]] == ["failed"], "a run without spectra keeps its row"
 
 
 def test_stiffness_agrees_with_its_limit_and_with_simulation(found: dict[str, pd.DataFrame]) -> None:
-    table = found["stiffness"].set_index(["rows", "rank"])
-    assert table.loc[(1024, 64), "saturates_nats"] == pytest.approx(0.088, abs=0.0005)
-    assert table.loc[(4096, 64), "saturates_nats"] == pytest.approx(0.022, abs=0.0005)
-    assert table.loc[(1024, 64), "limit_ranks_per_nat"] == pytest.approx(2 * 1024 / 4)
-    # 2 p / (1 + sqrt(lambda))^2 with p = 96 and lambda = 1/2.
-    assert table.loc[(192, 8), "limit_ranks_per_nat"] == pytest.approx(192 / (1 + math.sqrt(0.5)) ** 2)
-    for shape, rank in (((4096, 4096), 64.0), ((192, 96), 1.0)):
-        limit = 2 * min(shape) / (1 + math.sqrt(min(shape) / max(shape))) ** 2
-        assert rank_model.per_nat(shape, rank) == pytest.approx(limit, rel=0.1)
+    table = found["stiffness"].set_index(["rows", "columns", "rank"])
+    assert table.loc[(1024, 1024, 64), "saturates_nats"] == pytest.approx(0.088, abs=0.0005)
+    assert table.loc[(4096, 4096, 64), "saturates_nats"] == pytest.approx(0.022, abs=0.0005)
+    # 2 p / (1 + sqrt(lambda))^2 with p = 128 and lambda = 1/4.
+    assert table.loc[(512, 128, 8), "limit_ranks_per_nat"] == pytest.approx(256 / 1.5**2)
+    assert rank_model.per_nat((4096, 4096), 64.0) == pytest.approx(2 * 4096 / 4, rel=0.1)
     # What it means depends on the share of the rank alone: 16 of 256 is 64 of 1024.
     s = np.linalg.svd(np.random.default_rng(3).standard_normal((256, 256)), compute_uv=False)
     simulated = math.log(np.linalg.norm(s[4:]) / np.linalg.norm(s[16:]))
-    assert table.loc[(1024, 64), "saturates_nats"] == pytest.approx(simulated, rel=0.05)
+    assert table.loc[(1024, 1024, 64), "saturates_nats"] == pytest.approx(simulated, rel=0.05)
     curves = found["cqm"]
     assert curves.groupby(["rows", "columns", "rank_start"]).ngroups == 3
     crossing = curves[(curves["rows"] == 1024) & (curves["rank"] <= 16)]["change_nats"].max()

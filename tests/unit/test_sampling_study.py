@@ -12,7 +12,7 @@ import torch
 
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
-from experiments.analyse import sampling_grid
+from experiments.analyse import sampling_ablation
 from experiments.analyse.runs import Run
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes import SamplingProbe
@@ -68,7 +68,7 @@ def test_every_rule_reads_every_matrix_at_every_iteration(probe: SamplingProbe) 
 
 
 def test_error_of_a_sample_is_the_formulas(run: Run) -> None:
-    found = pd.DataFrame(sampling_grid.errors(run)).set_index(["rule", "rate", "estimator"])
+    found = pd.DataFrame(sampling_ablation.sampling_error(run)).set_index(["rule", "rate", "estimator"])
     for rule in ("diagonal", "strided", "random"):
         for rate in RATES:
             row = found.loc[(rule, rate, "gaussian")]
@@ -84,7 +84,7 @@ def test_error_of_a_sample_is_the_formulas(run: Run) -> None:
 
 
 def test_fidelity_counts_ranks_unlike_those_of_all_entries(run: Run) -> None:
-    found = pd.DataFrame(sampling_grid.fidelity(run, SETTINGS))
+    found = pd.DataFrame(sampling_ablation.grid(run, SETTINGS))
     keyed = found.set_index(["rule", "beta", "estimator", "alpha"])
     full = keyed.loc[("all", 1.0, "histogram", 1.0)]
     assert (full["cc"], full["rmse_nats"], full["ranks_differing"]) == (pytest.approx(1), 0, 0)
@@ -95,10 +95,13 @@ def test_fidelity_counts_ranks_unlike_those_of_all_entries(run: Run) -> None:
     assert (found["ranks_differing"] <= found["ranks_compared"]).all()
     assert keyed["ranks_differing"].max() > 0, "or the test shows nothing"
     assert "square_sum" not in set(found["estimator"])
+    means = [log_sigma(k * WINDOW) for k in range(1, 5)] + [math.nan] * 2
+    decided = sampling_ablation.decided_ranks(SETTINGS, list(SHAPES.values()), 6 * WINDOW, means)
+    assert decided[-1] == decided[-2] == decided[3], "a window without a measurement leaves the rank"
 
 
 def test_correlation_by_rule_starts_where_a_controller_ends_warm_up(run: Run) -> None:
-    found = pd.DataFrame(sampling_grid.correlations(run, SETTINGS))
+    found = pd.DataFrame(sampling_ablation.correlations(run, SETTINGS))
     assert set(found["estimator"]) == {"histogram"}
     assert set(zip(found["rule"], found["rate"], strict=True)) == {
         ("all", 1.0), *((rule, rate) for rule in ("diagonal", "strided", "random") for rate in RATES)
@@ -111,15 +114,7 @@ def test_correlation_by_rule_starts_where_a_controller_ends_warm_up(run: Run) ->
     assert cc["diagonal", 0.05] <= cc["all", 1.0]
 
 
-def test_a_window_without_a_measurement_leaves_the_rank() -> None:
-    entropy = pd.Series({i: log_sigma(i) for i in range(1, 61)})
-    means = sampling_grid.windows(entropy[entropy.index <= 40], WINDOW, 60)
-    assert [math.isnan(value) for value in means] == [False] * 4 + [True] * 2
-    decided = sampling_grid.ranks(SETTINGS, list(SHAPES.values()), 60, means)
-    assert decided[-1] == decided[-2] == decided[3]
-
-
 def test_cost_is_relative_to_the_histogram_of_all_entries(run: Run) -> None:
-    found = pd.DataFrame(sampling_grid.cost(run)).set_index(["rule", "rate", "estimator"])
+    found = pd.DataFrame(sampling_ablation.grid_timings(run)).set_index(["rule", "rate", "estimator"])
     assert found.loc[("all", 1.0, "histogram"), "of_histogram"] == 1
     assert (found["of_step"] * 0.1).to_numpy() == pytest.approx(found["seconds"].to_numpy())

@@ -3,54 +3,41 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.analyse import time_to_target
+from experiments.analyse import methods
 from experiments.analyse.runs import Run
+from tests.unit.invented_runs import run
 
 STEPS = 100
 
 
-def run(variant: str, method: str, losses: list[float], stage_bytes: tuple[int, int], work: float) -> Run:
+def made(variant: str, method: str, losses: list[float], stage_bytes: tuple[int, int], work: float) -> Run:
     """Losses after every 20 steps; compute takes 0.1 s a step, an uncompressed reduction 0.05 s of stage 1."""
-    config: dict[str, Any] = {
-        "variant": variant,
-        "label": variant,
-        "seed": 1,
-        "compression": {"method": method},
-    }
-    made = Run(Path(f"{variant}-s1"), "ok", config)
-    iterations = range(1, STEPS + 1)
     rows = [
-        {
-            "iteration": float(t),
-            "stage": float(stage),
-            "bytes": float(stage_bytes[stage]),
-            "seconds_compress": work * (1 + stage),
-            "seconds_communicate": 0.02 + 0.03 * stage,
-            "seconds_decompress": 0.0,
-        }
-        for t in iterations
+        {"iteration": float(t), "stage": float(stage), "bytes": float(stage_bytes[stage])}
+        | {"seconds_compress": work * (1 + stage), "seconds_communicate": 0.02 + 0.03 * stage}
+        | {"seconds_decompress": 0.0}
+        for t in range(1, STEPS + 1)
         for stage in range(2)
     ]
-    made.__dict__["stages"] = pd.DataFrame(rows)
-    made.__dict__["steps"] = pd.DataFrame({"iteration": list(map(float, iterations)), "seconds": [0.15] * STEPS})
-    at = [20.0 * (k + 1) for k in range(len(losses))]
-    made.__dict__["evaluations"] = pd.DataFrame({"iteration": at, "loss": losses, "perplexity": losses})
-    return made
+    at, found = [20.0 * (k + 1) for k in range(len(losses))], run(variant, compression={"method": method})
+    found.__dict__["stages"] = pd.DataFrame(rows)
+    found.__dict__["steps"] = pd.DataFrame({"iteration": np.arange(1.0, STEPS + 1), "seconds": 0.15})
+    found.__dict__["evaluations"] = pd.DataFrame({"iteration": at, "loss": losses, "perplexity": losses})
+    return found
 
 
-PLAIN = run("none", "none", [5.0, 4.0, 3.5, 3.2, 3.0], (1_000_000, 2_000_000), 0.0)
-HALF = run("half", "powersgd", [5.0, 4.1, 3.6, 3.3, 3.05], (500_000, 1_000_000), 0.01)
-NEVER = run("never", "sign", [5.0, 4.9, 4.8, 4.7, 4.6], (1_000, 1_000), 0.0)
+PLAIN = made("none", "none", [5.0, 4.0, 3.5, 3.2, 3.0], (1_000_000, 2_000_000), 0.0)
+HALF = made("half", "powersgd", [5.0, 4.1, 3.6, 3.3, 3.05], (500_000, 1_000_000), 0.01)
+NEVER = made("never", "sign", [5.0, 4.9, 4.8, 4.7, 4.6], (1_000, 1_000), 0.0)
 
 
 def test_times_are_those_computed_by_hand() -> None:
-    found = time_to_target.table([PLAIN, HALF, NEVER]).set_index(["variant", "megabits"])
+    found = methods.times_to_target([PLAIN, HALF, NEVER]).set_index(["variant", "megabits"])
     # 90 of 100 iterations: half-way between 3.2 and 3.0.
     assert found.loc[("none", 10.0), "target_loss"] == pytest.approx(3.1)
     assert found.loc[("none", 10.0), "iterations"] == pytest.approx(90)
@@ -63,13 +50,6 @@ def test_times_are_those_computed_by_hand() -> None:
     assert found.loc[("half", 10000.0), "of_uncompressed"] > 1
     assert math.isnan(found.loc[("never", 10.0), "seconds"])
     assert set(found["kind"]) == {"modelled network"}
-
-
-def test_a_loss_that_is_met_between_evaluations_and_at_the_first() -> None:
-    assert time_to_target.reached(PLAIN, 3.75) == pytest.approx(50)
-    assert time_to_target.reached(PLAIN, 6.0) == 20
-    assert time_to_target.seconds(PLAIN, 0.1, 2.5, 1e9) == pytest.approx(0.25, rel=1e-3)
-
-
-def test_without_an_uncompressed_run_there_is_no_target() -> None:
-    assert time_to_target.table([HALF]).empty
+    assert methods.times_to_target([HALF]).empty, "without an uncompressed run there is no target"
+    assert (methods.reached(PLAIN, 3.75), methods.reached(PLAIN, 6.0)) == (pytest.approx(50), 20)
+    assert methods.seconds(PLAIN, 0.1, 2.5, 1e9) == pytest.approx(0.25, rel=1e-3)
