@@ -164,16 +164,17 @@ def launch(
         if nodes.index > 0:
             follow(partial(start, None), folder.attempt, nodes.index, refusal)
         raise
-    warm_up(nodes)
     start = partial(start, (data_dir, data.vocab_size))
     if nodes.index > 0:
         follow(start, folder.attempt, nodes.index)
         return ""
-    ranks_per_node(run, nodes)
     if only_warm_up:
         lineage.check_warm_up_again(run, folder)
     if not fresh:
         _refuse_other_run(run, data, folder)
+    if not blocked:
+        warm_up(nodes)
+    ranks_per_node(run, nodes)
     folder.claim()
     try:
         take_errors(folder.attempt)

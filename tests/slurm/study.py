@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,17 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from tests.slurm.cluster import output
+from tests.slurm.cluster import ACCOUNT, output
 from tests.workflow.checkout_copy import copy_repository
 
 STUDY = "rank_sweep"
-RANKS = (4, 8, 12, 16, 20, 24)
+RANKS = (4, 8)
 RUNS = tuple(f"r{rank}-s1" for rank in RANKS)
 INTERVAL = 10  # iterations between checkpoints
 # Two GPUs in all, on two nodes: every run with two ranks takes both.
 SITE: dict[str, Any] = {
+    "account": ACCOUNT,
     "gpus_per_node": 1,
     "network_interface": "lo",
     "training_minutes": 30,
@@ -36,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence_length": 32},
     "parallel": {"pipeline": 1, "data": 2},
     "train": {
-        "iterations": 60,
+        "iterations": 90,
         "micro_batch": 2,
         "global_batch": 4,
         "eval_interval": 30,
@@ -133,41 +136,21 @@ class Copy:
 
     def ranks(self, run: str) -> list[int]:
         """Processes of a run's ranks and launchers, here where all nodes are one machine."""
-        folder = f"--run\0{run}\0".encode()
         found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                words, place = (entry / "cmdline").read_bytes(), (entry / "cwd").readlink()
-            except OSError:
-                continue
-            if place == self.path and b"experiments.training.launch\0" in words and folder in words:
-                found.append(int(entry.name))
-        # The ranks are children of the launchers.
-        return [*found, *(child for pid in found for child in children(pid))]
-
-
-def children(pid: int) -> list[int]:
-    """The ranks of a launcher; it has other children too."""
-    try:
-        found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [child for child in found if b"spawn_main" in command_of(child)]
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if {"experiments.training.launch", run} <= {*words} and process.cwd() == str(self.path):
+                    # A launcher has other children, too.
+                    ranks = [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
+                    found.append((process.pid, [child.pid for child in ranks]))
+        return [pid for pid, _ in found] + [pid for _, pids in found for pid in pids]
 
 
 def send(number: signal.Signals, pids: Sequence[int]) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def job_of(run: str) -> str | None:

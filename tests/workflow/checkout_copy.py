@@ -140,15 +140,16 @@ class Checkout:
 
     def plan(self, *calls: Sequence[str]) -> list[dict[str, int]]:
         """Jobs by rule that each dry run would start; empty when everything is up to date."""
-        plans = []
-        for code, text in self.snakemake(*(["-n", *call] for call in calls)):
-            assert code == 0, text
-            if "Job stats:" not in text:
-                assert "Nothing to be done" in text, text
-            rows = [line.split() for line in text.partition("Job stats:")[2].strip().splitlines()[2:]]
-            jobs = list(itertools.takewhile(lambda row: row and row[0] != "total", rows))
-            plans.append({rule: int(count) for rule, count in jobs})
-        return plans
+        calls_made = self.snakemake(*(["-n", *call] for call in calls))
+        assert all(code == 0 for code, _ in calls_made), calls_made
+        return [planned(text) for _, text in calls_made]
+
+
+def planned(text: str) -> dict[str, int]:
+    """Jobs by rule in what a dry run says."""
+    assert "Job stats:" in text or "Nothing to be done" in text, text
+    rows = [line.split() for line in text.partition("Job stats:")[2].strip().splitlines()[2:]]
+    return {rule: int(count) for rule, count in itertools.takewhile(lambda row: row and row[0] != "total", rows)}
 
 
 def copy_repository(path: Path) -> None:
