@@ -18,7 +18,7 @@ from edgc.measurement.report import Report
 from experiments.analyse.acting import decisions_acting
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.tables import identity
-from experiments.spec.transformer import layer_matrices
+from experiments.spec.settings import layer_matrices
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 """Of a run, at which warm-up may end; the paper's is 0.1."""

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from edgc.checkpoints import manifest
-from experiments.spec.code import training_code
+from experiments.common.source import training_code
 from experiments.training.outputs import read_events
 from experiments.training.signatures import TOLD_BY_TIMES
 from tests.integration.launching import (

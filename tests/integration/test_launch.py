@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from experiments.analyse.runs import load_run
-from experiments.spec.code import training_code
+from experiments.common.source import training_code
 from experiments.training import outputs
 from experiments.training.outputs import read_events
 from tests.integration.launching import (

@@ -29,7 +29,6 @@ from experiments.analyse import (
     windows,
 )
 from experiments.analyse.__main__ import analyse, main
-from experiments.common import quickest
 from experiments.spec import matrix
 from experiments.verdicts import archive
 from tests.unit.conftest import REFERENCE, RESTORED
@@ -344,7 +343,7 @@ def test_a_seed_beside_other_work_does_not_move_the_line() -> None:
         assert found[kind]["seconds_uncompressed"] == pytest.approx(2 * share)
         assert found[kind]["residual_largest_share"] < 1e-9 and found[kind]["points"] == 3
     times = pd.DataFrame({"stage": 0, "rank": rank, "s": slow * (rank or 1.0)} for rank in (None, 4) for slow in (3, 1))
-    assert list(quickest.least(times, times["s"])["s"]) == [1.0, 4.0]
+    assert list(rank_sweep.least(times, times["s"])["s"]) == [1.0, 4.0]
 
 
 def test_entropy_over_groups_is_weighted_by_size_and_sampling_is_judged(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.figures import BENCHMARKS
-from experiments.common.source import constant
-from experiments.spec.code import training_code
+from experiments.common.source import constant, training_code
 
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
 ROOT = Path(__file__).resolve().parents[2]
