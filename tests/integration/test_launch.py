@@ -97,7 +97,7 @@ def test_a_failure_is_named_while_the_run_goes_on_to_diverge(launcher: Launcher)
         variant="signature",
         parallel={"pipeline": 1, "data": 2},
         compression={"method": "powersgd", "rank": 1, "window": 4},
-        train={"lr": 10.0, "lr_warmup_fraction": 0.9, "iterations": 550, "eval_interval": 550},
+        train={"lr": 10.0, "lr_warmup_fraction": 0.9, "iterations": 1100, "eval_interval": 1100},
     )
     code, stderr = launcher.run(values)
     assert code == 0, stderr

@@ -101,7 +101,7 @@ def test_two_replicas_go_on_from_four_and_owe_the_same(ranks: list[dict[str, Any
         ("tp2_to_pp2", "UserError", "tensor parallel size 2, not 1, pipeline parallel size 1, not 2"),
         ("settings", "UserError", "seed = 2, but the run's checkpoint has 1"),
         ("data", "UserError", "data.fingerprint = 'other', but the run's checkpoint has 'fingerprint'"),
-        ("branch", "UserError", "train.lr = 0.002, but the run's checkpoint has 0.001"),
+        ("branch", "UserError", "train.lr = 0.002, but the run's checkpoint has 0.003"),
         ("no_state", "UserError", "branches from dp2_pp2-s1, which has kept no state"),
         ("no_state", "UserError", "--run dp2_pp2-s1 --scale test --results "),
         ("damage", "DamagedCheckpoint", "iter_0000004 is damaged: file edgc/rank_00002.pt has "),

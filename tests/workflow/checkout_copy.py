@@ -82,6 +82,7 @@ from snakemake.cli import main
 results = []
 terminal = os.dup(1)
 for call in json.loads(sys.argv[1]):
+    sys.argv = ["snakemake", *call]
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
         try:
