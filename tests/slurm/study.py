@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import psutil
 import yaml
 
 from tests.slurm.cluster import ACCOUNT, output
-from tests.workflow.checkout_copy import copy_repository
+from tests.workflow.checkout_copy import Checkout, copy_repository
 
 STUDY = "rank_sweep"
 RANKS = (4, 8)
@@ -33,7 +32,6 @@ SITE: dict[str, Any] = {
     "minutes": 20,
     "retries": 2,
 }
-SECONDS = 60.0  # of a minute
 DEFAULTS: dict[str, Any] = {
     "data": {"max_documents": 40, "vocab_size": 512},
     "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence_length": 32},
@@ -49,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20 * SECONDS) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 1200.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -71,33 +69,18 @@ class Copy:
         path = self.path / "workflows" / "profiles" / "slurm" / "site.yaml"
         path.write_text(yaml.safe_dump(SITE | changes))
 
-    def command(self, *arguments: str, program: str = "snakemake") -> list[str]:
-        return [sys.executable, "-m", program, *arguments]
-
-    def environment(self) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SLURM_"))}
-        return clean | {"OMP_NUM_THREADS": "1"}
-
     def run(self, *arguments: str, program: str = "snakemake") -> tuple[int, str]:
         """Exit code and all output of Snakemake (or of another program)."""
-        done = subprocess.run(
-            self.command(*arguments, program=program),
-            cwd=self.path,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=40 * SECONDS,
-        )
+        done = Checkout(self.path).run(program, *arguments, OMP_NUM_THREADS="1")
         return done.returncode, done.stdout
 
-    def start(self, *arguments: str, program: str = "snakemake") -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Snakemake, whose output is in a file."""
         with (self.path / "output.log").open("ab") as log:
             return subprocess.Popen(
-                self.command(*arguments, program=program),
+                Checkout(self.path).command("snakemake", *arguments),
                 cwd=self.path,
-                env=self.environment(),
+                env=Checkout(self.path).environment(OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

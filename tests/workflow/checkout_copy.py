@@ -108,8 +108,8 @@ class Checkout:
         return [sys.executable, "-m", program, *arguments]
 
     def environment(self, **extra: str) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SNAKEMAKE_"))}
-        return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
+        ours = ("EDGC_", "SLURM_", "SNAKEMAKE_")
+        return {key: value for key, value in os.environ.items() if not key.startswith(ours)} | extra
 
     def run(self, program: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m program`` here; standard error is part of ``stdout``."""
@@ -121,7 +121,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=600,
+            timeout=2400,
         )
 
     def snakemake(self, *calls: Sequence[str]) -> list[tuple[int, str]]:
