@@ -45,7 +45,7 @@ from experiments.data.folder import DataInfo, check_config, check_indices, check
 from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
 from experiments.training import lineage, provenance
-from experiments.training.outputs import write_manifest
+from experiments.training.outputs import RunFolder, write_manifest
 from experiments.training.ranks import (
     EXIT_INTERRUPTED,
     EXIT_LOST_PEER,
@@ -59,7 +59,6 @@ from experiments.training.ranks import (
     take_errors,
     warm_up,
 )
-from experiments.training.run_folder import RunFolder
 
 SOCKET_FOLDER_BYTES = 64  # of a temporary folder in which the path of a socket, at most 107 bytes, has room
 

@@ -31,8 +31,7 @@ from experiments.training.build import Session, build
 from experiments.training.checkpoint import Checkpoints, Progress, save_model
 from experiments.training.lineage import branched_log
 from experiments.training.model import is_expert
-from experiments.training.outputs import LOG, read_events
-from experiments.training.run_folder import CHECKPOINTS, WARM_UP
+from experiments.training.outputs import CHECKPOINTS, LOG, WARM_UP, read_events
 from experiments.training.run_log import (
     RunLog,
     Step,

@@ -26,7 +26,7 @@ with cpu_shims.without_compiler():
     from edgc.megatron import checkpoint
     from experiments.training.build import Session
     from experiments.training.checkpoint import Checkpoints, Progress
-    from experiments.training.run_folder import CHECKPOINTS, WARM_UP
+    from experiments.training.outputs import CHECKPOINTS, WARM_UP
 
 STEPS, SAVED_AFTER = 8, 4
 # Active from the fourth iteration, so that the checkpoint holds error feedback; it lies inside a window.

@@ -14,8 +14,7 @@ from experiments.common import interrupts
 from experiments.spec.settings import resolve
 from experiments.training import launch
 from experiments.training.lineage import report_warm_up_again
-from experiments.training.outputs import read_events
-from experiments.training.run_folder import RunFolder
+from experiments.training.outputs import RunFolder, read_events
 from tests.integration.launching import Launcher, changed, prepared, repeatable
 
 __all__ = ["prepared"]  # a fixture
