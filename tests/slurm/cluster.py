@@ -118,30 +118,20 @@ def output(*command: str) -> str:
         return ""
 
 
-class Daemons:
-    """The processes of one cluster, children of this process that die with it."""
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, name: str, *command: str, user: str | None = None) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-        with (STATE / "log" / f"{name}.out").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                user=user,
-                env=os.environ | {"PATH": path},
-                preexec_fn=die_with_parent(signal.SIGKILL),
-            )
-        self.processes.append(process)
-        return process
-
-    def stop(self) -> None:
-        for process in reversed(self.processes):
-            stop(process)
+def start(daemons: contextlib.ExitStack, name: str, *command: str, user: str | None = None) -> None:
+    """Start a process of the cluster, a child of this process that dies with it."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    with (STATE / "log" / f"{name}.out").open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            user=user,
+            env=os.environ | {"PATH": path},
+            preexec_fn=die_with_parent(signal.SIGKILL),
+        )
+    daemons.callback(stop, process)
 
 
 def configuration(ports: Sequence[int]) -> dict[str, str]:
@@ -222,7 +212,7 @@ def configuration(ports: Sequence[int]) -> dict[str, str]:
     return {name: "\n".join(content) + "\n" for name, content in files.items()}
 
 
-def start_database(daemons: Daemons) -> str:
+def start_database(daemons: contextlib.ExitStack) -> str:
     """A database server for slurmdbd, reached through a socket file; returns that."""
     folder = STATE / "database"
     folder.mkdir()
@@ -233,7 +223,7 @@ def start_database(daemons: Daemons) -> str:
     prepare = ["--no-defaults", f"--datadir={folder}/data", "--auth-root-authentication-method=normal"]
     subprocess.run(["mariadb-install-db", *prepare], user="mysql", capture_output=True, check=True)
     options = [f"--datadir={folder}/data", f"--socket={file}", f"--pid-file={folder}/pid", "--skip-networking"]
-    daemons.start("mariadbd", "mariadbd", "--no-defaults", *options, user="mysql")
+    start(daemons, "mariadbd", "mariadbd", "--no-defaults", *options, user="mysql")
     client = ["mariadb", "--no-defaults", "-uroot", f"--socket={file}"]
     wait_until(lambda: subprocess.run([*client, "-e", ""], capture_output=True).returncode == 0, "database")
     grant = "create database slurm; create user slurm@localhost identified by 'slurm'; "
@@ -246,7 +236,7 @@ def listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def bring_up(daemons: Daemons) -> None:
+def bring_up(daemons: contextlib.ExitStack) -> None:
     """Start all daemons and wait until both nodes take jobs."""
     shutil.rmtree(STATE, ignore_errors=True)
     for name in ("etc", "log", "munge", "controller", *(f"spool-{node}" for node in NODES)):
@@ -268,16 +258,16 @@ def bring_up(daemons: Daemons) -> None:
         (ETC / name).symlink_to(path)
     munge = [f"--{name}-file={STATE}/munge/{name}" for name in ("key", "pid", "seed")]
     munge += [f"--socket={STATE}/munge/socket", f"--log-file={STATE}/log/munged.log"]
-    daemons.start("munged", "munged", "--foreground", *munge)
+    start(daemons, "munged", "munged", "--foreground", *munge)
     wait_until((STATE / "munge" / "socket").exists, "munged")
     os.environ["MYSQL_UNIX_PORT"] = start_database(daemons)
-    daemons.start("slurmdbd", "slurmdbd", "-D")
+    start(daemons, "slurmdbd", "slurmdbd", "-D")
     wait_until(lambda: listening(ports[1]), "slurmdbd")
     wait_until(lambda: "one_machine" in _register(), "accounting")
-    daemons.start("slurmctld", "slurmctld", "-D", "-c")
+    start(daemons, "slurmctld", "slurmctld", "-D", "-c")
     wait_until(lambda: "is UP" in output("scontrol", "ping"), "slurmctld")
     for name in NODES:
-        daemons.start(f"slurmd-{name}", "slurmd", "-D", "-N", name)
+        start(daemons, f"slurmd-{name}", "slurmd", "-D", "-N", name)
     ready = ["sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"]
     wait_until(lambda: set(output(*ready).split()) == set(NODES), "nodes")
 
@@ -323,43 +313,34 @@ def keep() -> None:
     if handle is None:
         raise Unavailable("another one is up")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    daemons = Daemons()
-    try:
-        install()
-        bring_up(daemons)
-        print("ready", flush=True)
-        while sys.stdin.read(1):
-            pass
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        clear_up()
-        daemons.stop()
-        remove_links()
-        shutil.rmtree(STATE, ignore_errors=True)
+    with contextlib.ExitStack() as daemons:
+        daemons.callback(shutil.rmtree, STATE, ignore_errors=True)
+        daemons.callback(remove_links)
+        try:
+            install()
+            bring_up(daemons)
+            print("ready", flush=True)
+            while sys.stdin.read(1):
+                pass
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            clear_up()
 
 
 @contextlib.contextmanager
-def slurm() -> Iterator[subprocess.Popen[str]]:
-    """A cluster for the time of a ``with`` block; gives its keeper.
+def slurm() -> Iterator[None]:
+    """A cluster for the time of a ``with`` block.
 
     Raises:
         Unavailable: saying why there can be none here.
     """
-    command = [sys.executable, "-m", "tests.slurm.cluster"]
-    root = Path(__file__).resolve().parents[2]
-    keeper = subprocess.Popen(
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert keeper.stdout is not None and keeper.stdin is not None and keeper.stderr is not None
-    try:
+    command, root = [sys.executable, "-m", "tests.slurm.cluster"], Path(__file__).resolve().parents[2]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as keeper:
+        assert keeper.stdout is not None and keeper.stderr is not None
         if keeper.stdout.readline() != "ready\n":
             raise Unavailable(keeper.stderr.read().strip().rpartition("\n")[2])
-        yield keeper
-    finally:
-        keeper.stdin.close()
-        keeper.wait()
-        keeper.stdout.close()
-        keeper.stderr.close()
+        yield
 
 
 if __name__ == "__main__":
