@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.quickest import quickest
+from experiments.analyse.rank_sweep import quickest
 from paper_figures import inputs, style, texts
 
 TABLES = ("rank_sweep/table.csv", "rank_sweep/timings.csv", "rank_sweep/fit.csv")

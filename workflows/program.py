@@ -40,7 +40,7 @@ from experiments.common.processes import die_with_parent
 from experiments.common.yaml_settings import validate
 from experiments.spec import matrix
 from experiments.spec.study import PipelineSettings
-from experiments.training.run_folder import RunFolder
+from experiments.training.outputs import RunFolder
 from workflows import jobs
 from workflows.targets import check_studies, check_targets
 

@@ -44,7 +44,7 @@ from experiments.common.equivalence import (
     seeds_needed,
     worth,
 )
-from experiments.spec.transformer import layer_matrices
+from experiments.spec.settings import layer_matrices
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pairs.csv", "comparisons.csv",
            "anchors.csv")  # fmt: skip

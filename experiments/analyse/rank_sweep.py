@@ -17,7 +17,6 @@ from experiments.analyse.methods import KIND, MEGABITS, work_seconds
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.tables import identity, result, uncompressed_losses
-from experiments.common.quickest import least, quickest
 
 RESULTS = ("table.csv", "timings.csv", "fit.csv", "limits.csv")
 DETAILS = ("curves.csv",)
@@ -74,6 +73,23 @@ def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
     return dict(zip(LINE, values, strict=True))
 
 
+def least(times: pd.DataFrame, seconds: pd.Series) -> pd.DataFrame:
+    """Of each stage and rank the row of the seed that took least: other work on the machine only adds time.
+
+    Args:
+        times: a row per stage and run, with columns ``stage`` and ``rank`` (nan: uncompressed).
+        seconds: what each row took.
+    """
+    return times.loc[seconds.groupby([times["stage"], times["rank"]], dropna=False).idxmin().sort_values()]
+
+
+def quickest(timings: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the seed whose median total was the least, for each stage and rank (:func:`least`)."""
+    total = timings[timings["kind"] == "total"]
+    keys = ["stage", "variant", "seed"]
+    return timings.merge(least(total, total["seconds_median"])[keys], on=keys)
+
+
 def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """T(r) per stage and part, of each rank's quickest seed, and the rank from which compressing is slower than not.
 
@@ -99,7 +115,7 @@ def limits(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
     ``crossing`` is where a line through T(r) meets the uncompressed time, ``extrapolated`` whether that is outside the
     ranks that were run; ``r_max`` is 0 where no rank is quicker, empty where every rank is. Of several seeds of a rank
-    the quickest counts (:mod:`experiments.common.quickest`).
+    the quickest counts (:func:`least`).
     """
     medians = [_medians(run) for run in runs if run.ok]
     if not medians:

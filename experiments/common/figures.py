@@ -6,7 +6,6 @@ Read without importing a figure, so that planning needs no plotting library.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from experiments.common.files import ROOT
 from experiments.common.source import constant
@@ -14,38 +13,29 @@ from experiments.common.source import constant
 FOLDER = ROOT / "paper_figures"
 
 
-def _declared() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """File and tables of every figure."""
-    tables = {path.stem: read for path in sorted(FOLDER.glob("*.py")) if (read := constant(path, "TABLES"))}
-    several = {stem: read if isinstance(read, dict) else {stem: read} for stem, read in tables.items()}
-    return {name: (stem, read) for stem, figures in several.items() for name, read in figures.items()}
+MODULES: dict[str, str] = {}  # figure -> its module
+INPUTS: dict[str, tuple[str, ...]] = {}  # figure -> tables of studies that it reads
+BENCHMARKS: dict[str, tuple[str, ...]] = {}  # figure of a benchmark -> files in the benchmark's folder that it reads
+OPTIONAL: dict[str, tuple[str, ...]] = {}  # figure -> tables of which it draws what is there; the workflow makes them
+FIGURES: dict[str, tuple[str, ...]] = {}  # figure -> studies whose tables it reads
 
-
-_DECLARED = _declared()
-# figure -> its module
-MODULES = {name: f"paper_figures.{stem}" for name, (stem, _) in _DECLARED.items()}
-# figure -> tables of studies that it reads
-INPUTS = {name: tables for name, (_, tables) in _DECLARED.items() if all("/" in table for table in tables)}
-# figure of a benchmark -> files in the benchmark's folder that it reads
-BENCHMARKS = {name: tables for name, (_, tables) in _DECLARED.items() if name not in INPUTS}
-
-
-def _constant(figure: str, name: str) -> Any:
-    return constant(FOLDER / f"{_DECLARED[figure][0]}.py", name)
-
-
-# figure -> those of its tables of which it draws what is there; the workflow makes them all the same
-OPTIONAL = {
-    name: tuple(table for table in tables if table.partition("/")[0] in (_constant(name, "OPTIONAL") or ()))
-    for name, tables in INPUTS.items()
-}
-# figure -> studies whose tables it reads
-FIGURES = {name: tuple(dict.fromkeys(table.partition("/")[0] for table in read)) for name, read in INPUTS.items()}
+for _path in sorted(FOLDER.glob("*.py")):
+    _read = constant(_path, "TABLES") or {}
+    for _name, _tables in (_read if isinstance(_read, dict) else {_path.stem: _read}).items():
+        MODULES[_name] = f"paper_figures.{_path.stem}"
+        if not all("/" in table for table in _tables):
+            BENCHMARKS[_name] = _tables
+            continue
+        _optional = constant(_path, "OPTIONAL") or ()
+        INPUTS[_name] = _tables
+        OPTIONAL[_name] = tuple(table for table in _tables if table.partition("/")[0] in _optional)
+        FIGURES[_name] = tuple(dict.fromkeys(table.partition("/")[0] for table in _tables))
 
 
 def caption(figure: str) -> str:
     """Text under a figure in the report, in reStructuredText."""
-    text, words = str(_constant(figure, "CAPTION") or ""), _constant(figure, "WORDS")
+    path = FOLDER / f"{MODULES[figure].partition('.')[2]}.py"
+    text, words = str(constant(path, "CAPTION") or ""), constant(path, "WORDS")
     return text.format(**words[figure]) if words else text
 
 

@@ -1,4 +1,4 @@
-"""Constants, imports and fingerprints of the project's own source, read without running it.
+"""Constants, imports and fingerprints of the project's own source, read without running it, and those on record.
 
 The fingerprint of a program covers all modules of the project that it imports, directly or not, as syntax trees without
 comments, docstrings and layout. It changes exactly when something that the program may execute changes.
@@ -17,7 +17,10 @@ import grimp
 
 from edgc.errors import UserError
 from experiments.common.files import ROOT
+from experiments.common.yaml_settings import load_yaml
 
+TRAINING = "experiments.training.train"  # what every rank of a run executes
+DATA = "experiments.data.prepare"
 PACKAGES = ("edgc", "experiments", "paper_figures")
 DIGITS = 16  # of a fingerprint: 64 bits
 # Which runs there are and how their settings come about is left out: the settings themselves say it.
@@ -55,6 +58,29 @@ def fingerprint(*modules: str, files: Iterable[Path] = (), without: Iterable[str
         total.update(f"{name} {_digest(path_of(name))}\n".encode())
     total.update(digest(files).encode())
     return total.hexdigest()[:DIGITS]
+
+
+def training_code() -> str:
+    """Fingerprint of the code that a training run is computed by."""
+    return fingerprint(TRAINING)
+
+
+def data_code() -> str:
+    """Fingerprint of the code that prepares text."""
+    return fingerprint(DATA, without=["experiments.spec.settings", "edgc.config"])
+
+
+def recorded_code(record: Path) -> str | None:
+    """The fingerprint in a ``run.yaml`` or ``data.yaml``; None without such a file, or where it names none.
+
+    A run that went on from a checkpoint of other code has the fingerprints of both, joined by ``+``.
+    """
+    try:
+        values = load_yaml(record)
+    except UserError:
+        return None
+    code = (values.get("provenance") or values).get("code")
+    return str(code) if code else None
 
 
 def digest(files: Iterable[Path]) -> str:

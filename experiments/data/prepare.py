@@ -31,9 +31,9 @@ from filelock import FileLock
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.files import atomic_write, check_space, check_writable
+from experiments.common.source import data_code
 from experiments.data.corpus import SPLITS, Document, HuggingFaceText, Source, open_source
 from experiments.data.folder import FILES, FORMAT, INDEX_CACHE, DataInfo, recorded, up_to_date
-from experiments.spec.code import data_code
 from experiments.spec.settings import DataConfig
 
 if TYPE_CHECKING:

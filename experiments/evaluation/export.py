@@ -28,7 +28,6 @@ from experiments.evaluation.gpt2 import largest_difference, to_gpt2
 from experiments.evaluation.inputs import READ
 from experiments.spec.settings import ParallelConfig, RunConfig, recorded
 from experiments.training import outputs
-from experiments.training.run_folder import STATUSES
 
 TOLERANCE = 1e-4  # largest absolute difference of a logit, fp32
 MARKER = "run.json"  # in every exported folder, also of runs that left no model
@@ -44,8 +43,8 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
     if not status_file.exists():
         raise UserError("the run is not finished: no status file", where=folder, fix="train it first")
     status = status_file.read_text(encoding="utf-8").strip()
-    if status not in STATUSES:
-        raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(STATUSES)}")
+    if status not in outputs.STATUSES:
+        raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(outputs.STATUSES)}")
     config = read_config(folder / "run.yaml")
     if config.model.architecture != "gpt":
         message = f"model.architecture = {config.model.architecture!r} cannot be exported"

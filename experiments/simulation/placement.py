@@ -16,8 +16,7 @@ from typing import NamedTuple
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.spec.matrix import load_study, study_path
-from experiments.spec.settings import RunConfig, padded_vocabulary, resolve
-from experiments.spec.transformer import layer_matrices
+from experiments.spec.settings import RunConfig, layer_matrices, padded_vocabulary, resolve
 
 FP32_BYTES = 4
 ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from edgc import presets
 from edgc.config import EDGCConfig
@@ -210,11 +210,6 @@ class RunConfig(Settings):
         """Micro-batches that one data-parallel replica works through in an iteration."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
 
-    @field_validator("compression")
-    @classmethod
-    def _write_out(cls, compression: dict[str, Any]) -> dict[str, Any]:
-        return presets.resolved(compression, prefix="compression.")
-
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         model, parallel, train = self.model, self.parallel, self.train
@@ -244,6 +239,21 @@ class RunConfig(Settings):
         if model.architecture == "bert" and (parallel.pipeline > 1 or parallel.tensor > 1):
             raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")
         return self
+
+
+class LayerMatrices(NamedTuple):
+    """(rows, columns) of the weight matrices of a transformer layer, outputs by inputs, as Megatron has them."""
+
+    qkv: tuple[int, int]
+    projection: tuple[int, int]
+    fc1: tuple[int, int]
+    fc2: tuple[int, int]
+
+
+def layer_matrices(hidden: int, ffn_hidden: int | None = None) -> LayerMatrices:
+    """Of a layer of width ``hidden``; its feed-forward part is ``ffn_hidden`` wide, four times that where not given."""
+    inner = ffn_hidden or 4 * hidden
+    return LayerMatrices((3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner))
 
 
 def padded_vocabulary(vocab_size: int, tensor: int) -> int:

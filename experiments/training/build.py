@@ -23,8 +23,16 @@ from edgc.megatron.cpu_shims import install
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
-from experiments.training.experts import ExpertShare, ExpertTraffic, TokenCounts, draw_experts, share_of
-from experiments.training.model import build_model, dtype_of, transformer_config
+from experiments.training.model import (
+    ExpertShare,
+    ExpertTraffic,
+    TokenCounts,
+    build_model,
+    draw_experts,
+    dtype_of,
+    share_of,
+    transformer_config,
+)
 from experiments.training.probes import GradientProbe, Recorder, SamplingProbe, SpectraProbe, observe_with
 
 # Of fp16. Megatron's own default of 2**32 skips some 16 steps before the first one counts.

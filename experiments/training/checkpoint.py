@@ -34,8 +34,7 @@ from experiments.common.yaml_settings import load_yaml
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session
 from experiments.training.lineage import FREE_IN_WARM_UP, checkpoint_settings, refuse_other
-from experiments.training.outputs import LOG
-from experiments.training.run_folder import CHECKPOINTS, WARM_UP
+from experiments.training.outputs import CHECKPOINTS, LOG, WARM_UP
 
 KEEP = 2
 TRAINER = "trainer"

@@ -45,7 +45,7 @@ from experiments.data.folder import DataInfo, check_config, check_indices, check
 from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
 from experiments.training import lineage, provenance
-from experiments.training.outputs import write_manifest
+from experiments.training.outputs import RunFolder, write_manifest
 from experiments.training.ranks import (
     EXIT_INTERRUPTED,
     EXIT_LOST_PEER,
@@ -59,7 +59,6 @@ from experiments.training.ranks import (
     take_errors,
     warm_up,
 )
-from experiments.training.run_folder import RunFolder
 
 SOCKET_FOLDER_BYTES = 64  # of a temporary folder in which the path of a socket, at most 107 bytes, has room
 
@@ -164,16 +163,17 @@ def launch(
         if nodes.index > 0:
             follow(partial(start, None), folder.attempt, nodes.index, refusal)
         raise
-    warm_up(nodes)
     start = partial(start, (data_dir, data.vocab_size))
     if nodes.index > 0:
         follow(start, folder.attempt, nodes.index)
         return ""
-    ranks_per_node(run, nodes)
     if only_warm_up:
         lineage.check_warm_up_again(run, folder)
     if not fresh:
         _refuse_other_run(run, data, folder)
+    if not blocked:
+        warm_up(nodes)
+    ranks_per_node(run, nodes)
     folder.claim()
     try:
         take_errors(folder.attempt)

@@ -17,7 +17,6 @@ from edgc.control.controller import Controller
 from edgc.errors import UserError
 from experiments.spec.settings import FollowsConfig, RunConfig, resolve
 from experiments.training import outputs
-from experiments.training.run_folder import RunFolder
 
 # Settings that change nothing of what a run computes, and those that change nothing before compression begins.
 FREE = ("label", "train.checkpoint_interval", "train.keep_warm_up")
@@ -152,7 +151,7 @@ def branched_log(events: Sequence[Mapping[str, Any]], trunk: str, controller: Co
 # with them, which is said here, and by ``same_start`` in the tables (:mod:`experiments.analyse.policies`).
 
 
-def check_warm_up_again(run: RunConfig, folder: RunFolder) -> None:
+def check_warm_up_again(run: RunConfig, folder: outputs.RunFolder) -> None:
     """Raise ``UserError`` unless ``run`` has ended well, others branch from it, and it has no state for them."""
     if not run.train.keep_warm_up:
         fix = f"give a run that others branch from (branch: in the file of study {run.study})"
@@ -165,7 +164,7 @@ def check_warm_up_again(run: RunConfig, folder: RunFolder) -> None:
         raise UserError(f"{run.name} has its state", where=newest, fix="delete it to have it made again")
 
 
-def report_warm_up_again(run: RunConfig, folder: RunFolder, status: str) -> str:
+def report_warm_up_again(run: RunConfig, folder: outputs.RunFolder, status: str) -> str:
     """Comparison of the warm-up just trained with the kept run's, by their losses, in a line.
 
     Args:

@@ -39,7 +39,7 @@ from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
 from edgc.sections import SAMPLINGS
 from experiments.spec.settings import ProbeConfig
-from experiments.training.experts import ExpertShare, TokenCounts, place_of
+from experiments.training.model import ExpertShare, TokenCounts, place_of
 
 WHOLE_MODEL = "<model>"
 NEAR_ZERO = 1e-3  # of the parameter's sigma at its first probe

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.files import ROOT, atomic_write
-from experiments.spec.code import training_code
+from experiments.common.source import training_code
 from experiments.spec.settings import RunConfig
 
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "lm_eval", "snakemake")

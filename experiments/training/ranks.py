@@ -33,7 +33,7 @@ from experiments.common.files import FULL, atomic_write
 from experiments.common.processes import children_die_with_this, die_with_parent
 from experiments.spec.matrix import study_path
 from experiments.spec.settings import RunConfig
-from experiments.training.run_folder import hold_as_rank
+from experiments.training.outputs import hold_as_rank
 
 EXIT_INTERRUPTED = 1
 EXIT_LOST_PEER = 75

@@ -29,10 +29,9 @@ from experiments.data.folder import load_info
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session, build
 from experiments.training.checkpoint import Checkpoints, Progress, save_model
-from experiments.training.experts import is_expert
 from experiments.training.lineage import branched_log
-from experiments.training.outputs import LOG, read_events
-from experiments.training.run_folder import CHECKPOINTS, WARM_UP
+from experiments.training.model import is_expert
+from experiments.training.outputs import CHECKPOINTS, LOG, WARM_UP, read_events
 from experiments.training.run_log import (
     RunLog,
     Step,

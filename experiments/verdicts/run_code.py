@@ -1,6 +1,6 @@
 """Which code made each run: ``python -m experiments.verdicts.run_code --scale ci`` writes ``results/ci/runs.csv``.
 
-A run is made again when the code of training changes (:func:`experiments.spec.code.training_code`), unless it is
+A run is made again when the code of training changes (:func:`experiments.common.source.training_code`), unless it is
 kept on purpose; then this table says so.
 """
 
@@ -13,9 +13,9 @@ import typer
 
 from experiments.analyse.tables import write_table
 from experiments.common.cli import main_guard
+from experiments.common.source import training_code
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
-from experiments.spec.code import training_code
 from experiments.training.outputs import SETTINGS, STATUS
 
 TODAY = ("no", "unknown", "yes")  # whether the run's code is today's, in the order of the rows

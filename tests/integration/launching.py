@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import yaml
 
 from experiments.data.prepare import prepare
 from experiments.spec.settings import DataConfig
+from experiments.training import launch
 from experiments.training.outputs import read_events
 
 ENDS_WITHIN_SECONDS = 60.0  # after Ctrl-C, with everything that was started; 5 on a machine that does nothing else
@@ -66,14 +68,18 @@ class Launcher:
         self.results, self.folder = results, folder
         self.output = ""  # what the last run wrote to stdout
 
+    def config(self, values: dict[str, Any]) -> Path:
+        """The file of a run."""
+        path = self.folder / f"{values['variant']}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
     def start(self, values: dict[str, Any], *options: str, new_session: bool = False) -> subprocess.Popen[str]:
         """Start it; ``new_session`` puts it and all that it starts into a process group of their own."""
-        config = self.folder / f"{values['variant']}.yaml"
-        config.write_text(yaml.safe_dump(values))
         program = [sys.executable, "-m", "experiments.training.launch"]
         path = os.pathsep.join((str(ROOT), str(self.folder)))
         return subprocess.Popen(
-            [*program, "--config", str(config), "--results", str(self.results), *options],
+            [*program, "--config", str(self.config(values)), "--results", str(self.results), *options],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -95,12 +101,14 @@ class Launcher:
         assert (self.path(values) / "status").read_text() == f"{status}\n", stderr
         return self.path(values)
 
-    def refusal(self, values: dict[str, Any], *options: str) -> str:
-        """The one line in which a run is refused."""
-        code, stderr = self.run(values, *options)
-        lines = [line for line in stderr.splitlines() if line.strip()]
-        assert code == 2 and len(lines) == 1 and lines[0].startswith("error: "), stderr
-        return lines[0]
+    def refusal(self, values: dict[str, Any], **options: bool) -> str:
+        """The one line in which a run is refused before any process is started, in this one."""
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stop:
+            launch.main(config=self.config(values), results=self.results, **options)
+        [line] = stderr.getvalue().splitlines()
+        assert stop.value.code == 2 and line.startswith("error: ")
+        return line
 
     def path(self, values: dict[str, Any]) -> Path:
         return self.results / "test" / "launch" / f"{values['variant']}-s{values['seed']}"

@@ -26,7 +26,7 @@ with cpu_shims.without_compiler():
     from edgc.megatron import checkpoint
     from experiments.training.build import Session
     from experiments.training.checkpoint import Checkpoints, Progress
-    from experiments.training.run_folder import CHECKPOINTS
+    from experiments.training.outputs import CHECKPOINTS, WARM_UP
 
 STEPS, SAVED_AFTER = 8, 4
 # Active from the fourth iteration, so that the checkpoint holds error feedback; it lies inside a window.
@@ -60,8 +60,7 @@ def run_of(
 RUNS = {
     "dp2_pp2": run_of("dp2_pp2", DP2_PP2),
     "tp2_dp2": run_of("tp2_dp2", TP2_DP2),
-    "interleaved": run_of("interleaved", INTERLEAVED, layers=4),
-    # Megatron reduces buckets in another order in the first iteration, before and after a stop.
+    # Interleaved, and Megatron reduces buckets in another order in the first iteration, before and after a stop.
     "overlap": run_of("overlap", INTERLEAVED, layers=4, iteration_rate=1.0, overlap_grad_reduce=True),
     "distributed": run_of("distributed", DP2_PP2, distributed_optimizer=True),
     "distributed_bf16": run_of("distributed_bf16", DP2_PP2, distributed_optimizer=True, precision="bf16"),
@@ -111,15 +110,12 @@ def save(session: Session, root: Path, log: Path) -> None:
 
 
 def interrupted(run: RunConfig, root: Path, log: Path) -> dict[str, Any]:
-    """Without a stop, and with a stop after half of the steps: what is left at the end, and at the save."""
-    session = session_of(run)
-    undisturbed = snapshot(session, steps(session, 1, STEPS))
+    """Without a stop, and with one after half of the steps, where both save: what is left then and at the end."""
     session = session_of(run)
     begun = steps(session, 1, SAVED_AFTER)
     save(session, root, log)
     at_save = snapshot(session, begun)
-    session = session_of(run)
-    steps(session, 1, 1)  # what is loaded has to replace something
+    undisturbed = snapshot(session, begun + steps(session, SAVED_AFTER + 1, STEPS))
     session = session_of(run)
     found = Checkpoints(session, root, "fingerprint").resume()
     assert found is not None
@@ -158,6 +154,17 @@ def refusals(root: Path) -> dict[str, tuple[str, str]]:
     other.settings["seed"] = 2
     found["settings"] = refusal(other.resume)
     found["data"] = refusal(Checkpoints(session, root / "tp2_dp2", "other").resume)
+    # A branch of another learning rate, and one of a run that has kept no state.
+    for name, trunk in (("branch", "tp2_dp2"), ("no_state", "dp2_pp2")):
+        session.run = run.model_copy(update={"branch": trunk, "seed": 1})
+        branch = Checkpoints(session, root / "study" / "mine", "fingerprint")
+        warm_up = root / "study" / f"{trunk}-s1" / WARM_UP / folder.name
+        if dist.get_rank() == 0 and name == "branch":
+            shutil.copytree(folder, warm_up)
+        dist.barrier()
+        branch.settings["train"]["lr"] = 2e-3
+        found[name] = refusal(branch.branch)
+    session.run = run
     empty = root / "empty" / CHECKPOINTS / f"iter_{SAVED_AFTER:07d}"
     if dist.get_rank() == 0:
         shutil.copytree(folder, empty)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from experiments.common import interrupts
 from experiments.spec.settings import resolve
-from experiments.training.outputs import read_events
-from tests.integration.launching import RUN, Launcher, changed, prepared, repeatable
+from experiments.training import launch
+from experiments.training.lineage import report_warm_up_again
+from experiments.training.outputs import RunFolder, read_events
+from tests.integration.launching import Launcher, changed, prepared, repeatable
 
 __all__ = ["prepared"]  # a fixture
 
@@ -43,7 +46,7 @@ def branched(variant: str, **more: Any) -> dict[str, Any]:
     return {**TRUNK, "variant": variant, "branch": "trunk", "train": train, **more}
 
 
-AGAIN, BACK = branched("again"), branched("back", follows={"variant": "trunk", "order": "reversed"})
+BACK = branched("back", follows={"variant": "trunk", "order": "reversed"})
 ONLY_SPECTRAL = ("r_min", "step_limit", "target_error")
 FIXED = {key: value for key, value in EDGC.items() if key not in ONLY_SPECTRAL}
 RANK_3 = branched("rank_3", compression={**FIXED, "policy": "fixed", "rank": 3, "factor_dtype": "int8"})
@@ -52,7 +55,7 @@ RANK_3 = branched("rank_3", compression={**FIXED, "policy": "fixed", "rank": 3, 
 @pytest.fixture(scope="module")
 def launcher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     launcher = Launcher(prepared, tmp_path_factory.mktemp("configs"))
-    for values in (TRUNK, AGAIN, BACK, RANK_3):
+    for values in (TRUNK, BACK, RANK_3):
         launcher.finish(values)
     return launcher
 
@@ -64,17 +67,6 @@ def ranks(folder: Path) -> list[int | None]:
 
 def decided(folder: Path) -> list[tuple[int, list[int | None]]]:
     return [(event["iteration"], event["ranks"]) for event in read_events(folder / "metrics.jsonl", "decision")]
-
-
-def test_the_same_run_from_the_kept_warm_up_is_the_same_run(launcher: Launcher) -> None:
-    trunk, again = launcher.path(TRUNK), launcher.path(AGAIN)
-    assert repeatable(trunk) == repeatable(again)
-    assert decided(trunk) == decided(again)
-    assert len(set(ranks(trunk))) > 4, "a policy that never moves would show nothing here"
-    [start] = read_events(again / "metrics.jsonl", "start")
-    assert start["run"] == "again-s1"
-    provenance = yaml.safe_load((again / "run.yaml").read_text())["provenance"]
-    assert "resumed_at" not in provenance, "it was not interrupted"
 
 
 def test_ranks_in_reverse_order_are_the_same_ranks_and_bytes(launcher: Launcher) -> None:
@@ -100,47 +92,49 @@ def test_a_branch_of_other_settings_says_what_it_does_from_its_first_step(launch
     assert first == [3]
 
 
-def test_a_run_needs_another_that_ended_well_with_its_settings_and_state(launcher: Launcher) -> None:
+def test_a_run_needs_another_that_ended_well(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     late = branched("late", follows={"variant": "missing", "order": "even"})
     assert "late-s1 needs run missing-s1, which has not ended" in launcher.refusal(late)
     failed = launcher.path({**TRUNK, "variant": "failed"})
     shutil.copytree(launcher.path(TRUNK), failed)
     (failed / "status").write_text("diverged\n")
-    launcher.finish(branched("lost", branch=None, follows={"variant": "failed", "order": "even"}), "failed")
-
-    other = branched("other", seed=1, train={**RUN["train"], "lr": 2e-3})
-    assert "train.lr = 0.002, but the run's checkpoint has 0.001" in launcher.refusal(other)
-    bare = launcher.path({**TRUNK, "variant": "bare"})
-    shutil.copytree(launcher.path(TRUNK), bare)
-    shutil.rmtree(bare / "warm_up")
-    line = launcher.refusal(branched("orphan", branch="bare"))
-    assert "orphan-s1 branches from bare-s1, which has kept no state" in line
-    assert f"--run bare-s1 --scale test --results {launcher.results} --warm-up-again" in line
+    lost = branched("lost", branch=None, follows={"variant": "failed", "order": "even"})
+    monkeypatch.setattr(interrupts, "ignore", lambda: None)  # in this process
+    assert launch.launch(resolve(lost, "the test"), launcher.results) == "failed"
+    assert "failed-s1, which it needs, is diverged" in (launcher.path(lost) / "summary.json").read_text()
 
 
-def test_a_lost_state_is_made_again_and_the_run_stays_as_it_is(launcher: Launcher) -> None:
+def test_a_lost_state_is_made_again_and_the_same_run_from_it_is_the_same_run(launcher: Launcher) -> None:
     values = {**TRUNK, "variant": "restored"}
-    restored = launcher.path(values)
-    shutil.copytree(launcher.path(TRUNK), restored)
+    trunk, restored = launcher.path(TRUNK), launcher.path(values)
+    shutil.copytree(trunk, restored)
     shutil.rmtree(restored / "warm_up")
     before = contents(restored)
     code, stderr = launcher.run(values, "--warm-up-again")
     assert code == 0, stderr
     assert "all losses are those of the kept run, bit for bit" in launcher.output
     assert contents(restored) == before
-    child = branched("child", branch="restored")
-    assert repeatable(launcher.finish(child)) == repeatable(launcher.path(TRUNK))
 
-    assert "restored-s1 has its state" in launcher.refusal(values, "--warm-up-again")
-    assert "no run branches from again-s1" in launcher.refusal(AGAIN, "--warm-up-again")
-    assert "never-s1 is unfinished" in launcher.refusal({**TRUNK, "variant": "never"}, "--warm-up-again")
-    shutil.rmtree(restored / "warm_up")
+    child = launcher.finish(branched("child", branch="restored"))
+    assert repeatable(child) == repeatable(trunk)
+    assert decided(child) == decided(trunk)
+    assert len(set(ranks(trunk))) > 4, "a policy that never moves would show nothing here"
+    [start] = read_events(child / "metrics.jsonl", "start")
+    assert start["run"] == "child-s1"
+    provenance = yaml.safe_load((child / "run.yaml").read_text())["provenance"]
+    assert "resumed_at" not in provenance, "it was not interrupted"
+
+    for refused, told in (
+        (values, "restored-s1 has its state"),
+        (BACK, "no run branches from back-s1"),
+        ({**TRUNK, "variant": "never"}, "never-s1 is unfinished"),
+    ):
+        assert told in launcher.refusal(refused, only_warm_up=True)
     log = restored / "metrics.jsonl"
     first = read_events(log, "step")[0]["loss"]
     log.write_text(log.read_text().replace(str(first), str(first + 0.25), 1))
-    code, stderr = launcher.run(values, "--warm-up-again")
-    assert code == 0, stderr
-    assert "losses differ from the kept run's from iteration 1 on" in launcher.output
+    report = report_warm_up_again(resolve(values, "the test"), RunFolder(restored), "ok")
+    assert "losses differ from the kept run's from iteration 1 on" in report
 
 
 def test_a_checkpoint_never_lies_behind_a_warm_up_that_is_not_saved() -> None:

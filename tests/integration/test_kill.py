@@ -1,9 +1,10 @@
-"""A run that is killed, in an iteration and while it writes a checkpoint, ends as if it had never been."""
+"""A run that is interrupted, and killed while it writes a checkpoint, ends as if that had never been."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from edgc.checkpoints import manifest
-from experiments.spec.code import training_code
+from experiments.common.source import training_code
 from experiments.training.outputs import read_events
 from experiments.training.signatures import TOLD_BY_TIMES
 from tests.integration.launching import (
@@ -88,13 +89,6 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def kill_group(process: subprocess.Popen[str]) -> str:
-    os.killpg(process.pid, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGKILL
-    return stderr
-
-
 def wait_until(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 600
     while not there():
@@ -108,23 +102,48 @@ def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     folder = launcher.path(killed)
     checkpoints = folder / ".checkpoints"
 
-    # In an iteration, with at least one checkpoint behind it.
+    # Ctrl-C in an iteration, with at least one checkpoint behind it.
     process = launcher.start(killed, new_session=True)
     wait_for_steps(folder, INTERVAL + 2)
-    kill_group(process)
-    assert not (folder / "status").exists()
+    members = group_of(process.pid)
+    assert len(members) >= 4, "the launcher, its fork server, two ranks"
+    begun = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=600)
+    while left := [pid for pid in members if runs(pid)]:
+        assert time.monotonic() - begun < ENDS_WITHIN_SECONDS, f"left: {left}"
+        time.sleep(0.05)
+    assert process.returncode == 130
     behind = max(checkpoints.glob("iter_*"))
+    lines = [line for line in stderr.splitlines() if not line.startswith("iteration ")]
+    assert lines == [f"interrupted: launch/killed-s1; the next launch goes on from {behind.name}"], stderr
+    manifest.check(behind, manifest.read(behind))
+    assert sorted(path.name for path in folder.iterdir()) == [".checkpoints"], "nothing else is kept"
+
+    # Other settings are refused, and nothing is lost by that; but not of a run that starts anew.
+    short = run_of("killed", iterations=6)
+    line = launcher.refusal(short)
+    assert line.startswith(f"error: train.iterations = 6, but the run's checkpoint has {ITERATIONS} (in ")
+    assert "--fresh" in line and [path.name for path in folder.iterdir()] == [".checkpoints"]
+    fresh = run_of("fresh", iterations=6)
+    shutil.copytree(folder, launcher.path(fresh))
+    code, stderr = launcher.run(fresh, "--fresh")
+    assert code == 0, stderr
+    assert json.loads((launcher.path(fresh) / "summary.json").read_text())["iterations"] == 6
+    assert "resumed_at" not in yaml.safe_load((launcher.path(fresh) / "run.yaml").read_text())["provenance"]
 
     # In the middle of writing one: its hidden folder is there, its manifest is not.
     process = launcher.start(killed, new_session=True)
-    wait_until(lambda: len(list(checkpoints.glob("iter_*"))) >= 2, process)
+    wait_until(lambda: max(checkpoints.glob("iter_*")) > behind, process)
     for _ in range(ITERATIONS):
         wait_until(lambda: any(checkpoints.glob(".iter_*.partial")), process)
         os.killpg(process.pid, signal.SIGSTOP)
         if any(checkpoints.glob(".iter_*.partial")):
             break
         os.killpg(process.pid, signal.SIGCONT)  # it had just been finished
-    stderr = kill_group(process)
+    os.killpg(process.pid, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGKILL and not (folder / "status").exists()
     assert f"launch/killed-s1 goes on after iteration {int(behind.name[5:])} of {ITERATIONS}" in stderr
     assert list(checkpoints.glob(".iter_*.partial")), "the kill has to hit a checkpoint"
 
@@ -148,33 +167,3 @@ def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     assert record["provenance"]["code"] == training_code()
     assert not checkpoints.exists(), "a run that has ended keeps no state to go on from"
     assert any((folder / "tensorboard").iterdir())
-
-
-def test_a_changed_run_is_refused_and_a_fresh_one_is_not(launcher: Launcher) -> None:
-    values = run_of("changed", iterations=3000)
-    process = launcher.start(values, new_session=True)
-    folder = launcher.path(values)
-    wait_until(lambda: any((folder / ".checkpoints").glob("iter_*")), process)
-    members = group_of(process.pid)
-    assert len(members) >= 4, "the launcher, its fork server, two ranks"
-    begun = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=600)
-    while left := [pid for pid in members if runs(pid)]:
-        assert time.monotonic() - begun < ENDS_WITHIN_SECONDS, f"left: {left}"
-        time.sleep(0.05)
-    assert process.returncode == 130
-    lines = [line for line in stderr.splitlines() if not line.startswith("iteration ")]
-    newest = max((folder / ".checkpoints").glob("iter_*"))
-    assert lines == [f"interrupted: launch/changed-s1; the next launch goes on from {newest.name}"], stderr
-    manifest.check(newest, manifest.read(newest))
-    assert sorted(path.name for path in folder.iterdir()) == [".checkpoints"], "nothing else is kept"
-    short = run_of("changed", iterations=6)
-    line = launcher.refusal(short)
-    assert line.startswith("error: train.iterations = 6, but the run's checkpoint has 3000 (in ")
-    assert "--fresh" in line and not (folder / "status").exists()
-    assert any((folder / ".checkpoints").glob("iter_*")), "nothing is lost by a refusal"
-    code, stderr = launcher.run(short, "--fresh")
-    assert code == 0, stderr
-    assert json.loads((folder / "summary.json").read_text())["iterations"] == 6
-    assert "resumed_at" not in yaml.safe_load((folder / "run.yaml").read_text())["provenance"]

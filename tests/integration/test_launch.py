@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from experiments.analyse.runs import load_run
-from experiments.spec.code import training_code
+from experiments.common.source import training_code
 from experiments.training import outputs
 from experiments.training.outputs import read_events
 from tests.integration.launching import (
@@ -35,84 +35,74 @@ __all__ = ["launcher", "prepared"]  # fixtures
 pytestmark = pytest.mark.slow
 
 
-def test_compressed_pipeline_traffic_is_in_the_events(launcher: Launcher) -> None:
-    folder = launcher.finish(changed(variant="pipeline", compression={"pipeline": {"rank": 2}}))
-    tokens, hidden, micro_batches = 2 * 32, 32, 2
-    for step in read_events(folder / "metrics.jsonl", "step"):
-        first, last = step["stages"]
-        assert step["pipeline_bytes"] == last["pipeline_bytes"] == micro_batches * 4 * 2 * (tokens + hidden)
-        assert last["pipeline_bytes_dense"] == micro_batches * 4 * tokens * hidden
-        assert first["pipeline_bytes"] == 0 and first["pipeline_relative_error"] is None
-        assert 0 < last["pipeline_relative_error"] < 1
+def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_repeats(launcher: Launcher) -> None:
+    values = changed(variant="tiny", train={"iterations": 60}, compression={"pipeline": {"rank": 2}})
+    folder = launcher.path(values)
 
-
-def test_a_run_publishes_a_complete_folder_and_repeats_bit_for_bit(launcher: Launcher) -> None:
-    folder = launcher.finish(RUN)
-    for step in read_events(folder / "metrics.jsonl", "step"):
-        assert not step["skipped"]
-        assert all(stage["seconds_exposed"] > 0 for stage in step["stages"])
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["seconds_exposed_per_step"] > 0 and summary["skipped_steps"] == 0
-    assert summary["iterations"] == 12 and summary["validation_perplexity"] > 1
-    record = yaml.safe_load((folder / "run.yaml").read_text())["provenance"]
-    assert len(record["data_fingerprint"]) >= 12 and record["code"] == training_code()
-    assert not (folder / ".attempt").exists()
-    assert any((folder / "tensorboard").iterdir())
-    assert load_run(folder).ok and outputs.check(folder)
-    first = repeatable(folder)
-    launcher.finish(RUN)
-    assert repeatable(folder) == first
-
-
-def test_a_killed_rank_publishes_nothing_and_the_next_run_is_undisturbed(launcher: Launcher) -> None:
-    killed = changed(variant="killed", train={"iterations": 60})
-    quiet = launcher.finish(changed(variant="quiet", train={"iterations": 60}))
-    process = launcher.start(killed)
-    wait_for_steps(launcher.path(killed), 3)
-    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=600)
-    assert process.returncode == 1 and "interrupted" in stderr, stderr
-    assert not (launcher.path(killed) / "status").exists()
-    assert repeatable(launcher.finish(killed)) == repeatable(quiet)
-
-
-def test_a_new_launch_takes_over_from_an_orphan(launcher: Launcher) -> None:
-    values = changed(variant="orphan", train={"iterations": 3000, "eval_interval": 3000})
-    orphan = launcher.start(values)
-    wait_for_steps(launcher.path(values), 3)
+    # A new launch takes over from one that goes on.
+    orphan = launcher.start(changed(variant="tiny", train={"iterations": 3000, "eval_interval": 3000}))
+    wait_for_steps(folder, 3)
     ranks = ranks_of(orphan.pid)
     assert len(ranks) == 2
-    folder = launcher.finish(changed(variant="orphan", train={"iterations": 12}))
+    process = launcher.start(values)
     orphan.communicate(timeout=600)
     assert orphan.returncode == -signal.SIGKILL, "the older launch must have been stopped"
     deadline = time.monotonic() + 120
     while any(map(runs, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in ranks if runs(pid)], "its ranks must die with it"
-    assert json.loads((folder / "summary.json").read_text())["iterations"] == 12
+
+    # One of its own ranks is killed: nothing is published.
+    while len(ranks_of(process.pid)) < 2 and process.poll() is None:
+        time.sleep(0.1)
+    wait_for_steps(folder, 3)
+    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == 1 and "interrupted" in stderr, stderr
+    assert not (folder / "status").exists()
+
+    launcher.finish(values)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["seconds_exposed_per_step"] > 0 and summary["skipped_steps"] == 0
+    assert summary["iterations"] == 60 and summary["validation_perplexity"] > 1
+    record = yaml.safe_load((folder / "run.yaml").read_text())["provenance"]
+    assert len(record["data_fingerprint"]) >= 12 and record["code"] == training_code()
+    assert not (folder / ".attempt").exists()
+    assert any((folder / "tensorboard").iterdir())
+    assert load_run(folder).ok and outputs.check(folder)
+    tokens, hidden, micro_batches = 2 * 32, 32, 2
+    for step in read_events(folder / "metrics.jsonl", "step"):
+        first, last = step["stages"]
+        assert not step["skipped"] and first["seconds_exposed"] > 0 and last["seconds_exposed"] > 0
+        assert step["pipeline_bytes"] == last["pipeline_bytes"] == micro_batches * 4 * 2 * (tokens + hidden)
+        assert last["pipeline_bytes_dense"] == micro_batches * 4 * tokens * hidden
+        assert first["pipeline_bytes"] == 0 and first["pipeline_relative_error"] is None
+        assert 0 < last["pipeline_relative_error"] < 1
+    before = repeatable(folder)
+    assert repeatable(launcher.finish(values)) == before
 
 
-def test_a_diverging_run_and_one_that_only_skips_steps_end_with_their_status(launcher: Launcher) -> None:
-    hot = changed(variant="hot", train={"lr": 100.0, "iterations": 60, "eval_interval": 60})
-    folder = launcher.finish(hot, "diverged")
-    assert json.loads((folder / "summary.json").read_text())["status"] == "diverged"
-    # The first update leaves weights at which the loss overflows.
-    folder = launcher.finish(changed(variant="overflow", train={**hot["train"], "lr": 1e30}), "diverged")
+def test_a_run_that_only_skips_steps_diverges(launcher: Launcher) -> None:
+    """The first update leaves weights at which the loss overflows."""
+    train = {"lr": 1e30, "iterations": 60, "eval_interval": 60}
+    folder = launcher.finish(changed(variant="overflow", train=train), "diverged")
     skipped = [step["skipped"] for step in read_events(folder / "metrics.jsonl", "step")]
     assert skipped[-20:] == [True] * 20 and (len(skipped) == 20 or not skipped[-21])
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == sum(skipped)
 
 
-def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
+def test_a_failure_is_named_while_the_run_goes_on_to_diverge(launcher: Launcher) -> None:
     """A learning rate that rises until the loss leaves its best, under compression."""
     values = changed(
         variant="signature",
         parallel={"pipeline": 1, "data": 2},
         compression={"method": "powersgd", "rank": 1, "window": 4},
-        train={"lr": 1.5, "lr_warmup_fraction": 0.9, "iterations": 80, "eval_interval": 80},
+        train={"lr": 10.0, "lr_warmup_fraction": 0.9, "iterations": 1100, "eval_interval": 1100},
     )
     code, stderr = launcher.run(values)
     assert code == 0, stderr
+    assert (launcher.path(values) / "status").read_text() == "diverged\n"
+    assert json.loads((launcher.path(values) / "summary.json").read_text())["status"] == "diverged"
     events = read_events(launcher.path(values) / "metrics.jsonl")
     found = [event for event in events if event["event"] == "signature" and event["signature"] == "diverging"]
     assert found, [event["loss"] for event in events if event["event"] == "step"]
@@ -132,18 +122,20 @@ def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
         ({"parallel": {"tensor": 2, "pipeline": 2, "world": 6}}, "world = 6 is not tensor * pipeline * data"),
         ({"model": {"layers": 3}}, "model.layers = 3 is not divisible by"),
         ({"data": {"path": "nowhere"}}, "training data is missing"),
-        # Only ranks find this.
-        (
-            {"compression": {"method": "edgc", "window": 10, "r_max": 4096}},
-            "r_max = 4096 is not below the largest rank",
-        ),
     ],
 )
 def test_bad_input_is_one_line_and_touches_nothing(launcher: Launcher, change: dict[str, Any], expected: str) -> None:
     values = changed(variant="bad", **change)
     line = launcher.refusal(values)
-    assert expected in line and ";" in line, "the line must name the fix"
-    assert ".yaml" in line or "r_max" in change["compression"], "and the file"
+    assert expected in line and ";" in line and ".yaml" in line, "the line must name the file and the fix"
+    assert not launcher.path(values).exists()
+
+
+def test_what_only_ranks_find_is_one_line_too(launcher: Launcher) -> None:
+    values = changed(variant="bad", compression={"method": "edgc", "window": 10, "r_max": 4096})
+    code, stderr = launcher.run(values)
+    [line] = [line for line in stderr.splitlines() if line.strip()]
+    assert code == 2 and line.startswith("error: r_max = 4096 is not below the largest rank") and ";" in line, stderr
     assert not launcher.path(values).exists()
 
 

@@ -12,18 +12,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
-from tests.integration.launching import (
-    Launcher,
-    changed,
-    children_of,
-    launcher,
-    prepared,
-    repeatable,
-    wait_for_steps,
-)
+from tests.integration.launching import Launcher, changed, children_of, launcher, prepared, repeatable, wait_for_steps
 
 __all__ = ["launcher", "prepared"]  # fixtures
 
@@ -58,12 +51,7 @@ def end_of(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 def ranks_of(launcher: int) -> list[int]:
     """Over several nodes ranks are spawned."""
-    found = []
-    for pid in children_of(launcher):
-        with contextlib.suppress(OSError):
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+    return [pid for pid in children_of(launcher) if "spawn_main" in " ".join(psutil.Process(pid).cmdline())]
 
 
 def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Launcher) -> None:

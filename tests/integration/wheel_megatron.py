@@ -40,11 +40,6 @@ def main() -> None:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        persist_layer_norm=False,
     )
     gpt = GPTModel(
         config=settings,

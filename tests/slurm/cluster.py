@@ -1,4 +1,4 @@
-"""A real Slurm of two emulated nodes on this machine: ``python -m tests.slurm.cluster up|down``.
+"""A real Slurm of two emulated nodes on this machine: ``python -m tests.slurm.cluster``, which ends at Ctrl-D.
 
 Everything listens on the loopback interface, has a key of its own, and lives in one folder. The daemons are children of
 one keeper process and are killed when it ends, however it ends; the keeper ends when its standard input is closed, so a
@@ -10,7 +10,6 @@ Needs root; installs Debian's packages where they are missing.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -31,9 +30,10 @@ from experiments.common.processes import die_with_parent, stop
 
 STATE = Path(tempfile.gettempdir(), "edgc-slurm")
 ETC = Path("/etc/slurm")
-LINKS = ("slurm.conf", "gres.conf", "cgroup.conf")
+LINKS = ("slurm.conf", "gres.conf", "cgroup.conf", "slurmdbd.conf")
 PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
-ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
+PACKAGES |= {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
+ACCOUNT = "research"
 NODES, CPUS, MEMORY, GPUS = ("n1", "n2"), 4, 8000, 2
 START_SECONDS = 120.0
 
@@ -46,7 +46,7 @@ def obstacle() -> str | None:
     """Why a Slurm cannot be started here, as far as that is known without trying."""
     if os.geteuid() != 0:
         return "needs root"
-    for name in (*LINKS, "slurmdbd.conf"):
+    for name in LINKS:
         path = ETC / name
         if (path.exists() or path.is_symlink()) and not _ours(path):
             return f"this machine has a Slurm of its own ({path})"
@@ -57,14 +57,13 @@ def _ours(path: Path) -> bool:
     return path.is_symlink() and path.readlink().parent.parent == STATE
 
 
-def install(accounting: bool) -> None:
+def install() -> None:
     """Install the packages whose programs are missing, without letting them start their services.
 
     Raises:
         Unavailable: if that fails.
     """
-    wanted = PACKAGES | (ACCOUNTING if accounting else {})
-    missing = [package for program, package in wanted.items() if shutil.which(program) is None]
+    missing = [package for program, package in PACKAGES.items() if shutil.which(program) is None]
     if not missing:
         return
     if shutil.which("apt-get") is None:
@@ -119,33 +118,23 @@ def output(*command: str) -> str:
         return ""
 
 
-class Daemons:
-    """The processes of one cluster, children of this process that die with it."""
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, name: str, *command: str, user: str | None = None) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-        with (STATE / "log" / f"{name}.out").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                user=user,
-                env=os.environ | {"PATH": path},
-                preexec_fn=die_with_parent(signal.SIGKILL),
-            )
-        self.processes.append(process)
-        return process
-
-    def stop(self) -> None:
-        for process in reversed(self.processes):
-            stop(process)
+def start(daemons: contextlib.ExitStack, name: str, *command: str, user: str | None = None) -> None:
+    """Start a process of the cluster, a child of this process that dies with it."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    with (STATE / "log" / f"{name}.out").open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            user=user,
+            env=os.environ | {"PATH": path},
+            preexec_fn=die_with_parent(signal.SIGKILL),
+        )
+    daemons.callback(stop, process)
 
 
-def configuration(ports: Sequence[int], accounting: bool) -> dict[str, str]:
+def configuration(ports: Sequence[int]) -> dict[str, str]:
     """The files of Slurm, by name. Ports: controller, accounting, then one for each node."""
     host = socket.gethostname().partition(".")[0]
     munge = STATE / "munge" / "socket"
@@ -168,7 +157,7 @@ def configuration(ports: Sequence[int], accounting: bool) -> dict[str, str]:
         # No cgroups: the machine may be a container. What a job asks for is counted, not enforced.
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
-        "JobAcctGatherType": f"jobacct_gather/{'linux' if accounting else 'none'}",
+        "JobAcctGatherType": "jobacct_gather/linux",
         "SwitchType": "switch/none",
         "MpiDefault": "none",
         # More cores than the machine may have.
@@ -178,7 +167,7 @@ def configuration(ports: Sequence[int], accounting: bool) -> dict[str, str]:
         "InactiveLimit": 0,
         "KillWait": 5,
         "CompleteWait": 0,
-        # squeue shows an ended job for that long; Snakemake without accounting relies on it.
+        # squeue shows an ended job for that long; Snakemake relies on it.
         "MinJobAge": 600,
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "sched_interval=2,bf_interval=2,batch_sched_delay=0",
@@ -187,14 +176,11 @@ def configuration(ports: Sequence[int], accounting: bool) -> dict[str, str]:
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
         "GresTypes": "gpu",
-        "AccountingStorageType": f"accounting_storage/{'slurmdbd' if accounting else 'none'}",
+        "AccountingStorageType": "accounting_storage/slurmdbd",
+        "AccountingStorageHost": "127.0.0.1",
+        "AccountingStoragePort": ports[1],
+        "AccountingStoragePass": munge,
     }
-    if accounting:
-        settings |= {
-            "AccountingStorageHost": "127.0.0.1",
-            "AccountingStoragePort": ports[1],
-            "AccountingStoragePass": munge,
-        }
     lines = [f"{key}={value}" for key, value in settings.items()]
     for name, port in zip(NODES, ports[2:], strict=True):
         lines.append(
@@ -206,27 +192,27 @@ def configuration(ports: Sequence[int], accounting: bool) -> dict[str, str]:
     lines.append(f"PartitionName=urgent PriorityTier=100 PreemptMode=OFF {everywhere}")
     # A GPU without a file counts as none.
     gres = [f"NodeName={name} Name=gpu File={STATE}/gpu{index}" for name in NODES for index in range(GPUS)]
-    files = {"slurm.conf": lines, "gres.conf": gres, "cgroup.conf": ["CgroupPlugin=cgroup/v1"]}
-    if accounting:
-        files["slurmdbd.conf"] = [
-            "AuthType=auth/munge",
-            f"AuthInfo=socket={munge}",
-            "DbdHost=localhost",
-            "DbdAddr=127.0.0.1",
-            f"DbdPort={ports[1]}",
-            "SlurmUser=root",
-            f"LogFile={STATE}/log/slurmdbd.log",
-            f"PidFile={STATE}/slurmdbd.pid",
-            "StorageType=accounting_storage/mysql",
-            "StorageUser=slurm",
-            "StoragePass=slurm",
-            "StorageLoc=slurm",
-            "CommunicationParameters=NoInAddrAny",
-        ]
+    accounting = [
+        "AuthType=auth/munge",
+        f"AuthInfo=socket={munge}",
+        "DbdHost=localhost",
+        "DbdAddr=127.0.0.1",
+        f"DbdPort={ports[1]}",
+        "SlurmUser=root",
+        f"LogFile={STATE}/log/slurmdbd.log",
+        f"PidFile={STATE}/slurmdbd.pid",
+        "StorageType=accounting_storage/mysql",
+        "StorageUser=slurm",
+        "StoragePass=slurm",
+        "StorageLoc=slurm",
+        "CommunicationParameters=NoInAddrAny",
+    ]
+    contents = (lines, gres, ["CgroupPlugin=cgroup/v1"], accounting)
+    files = dict(zip(LINKS, contents, strict=True))
     return {name: "\n".join(content) + "\n" for name, content in files.items()}
 
 
-def start_database(daemons: Daemons) -> str:
+def start_database(daemons: contextlib.ExitStack) -> str:
     """A database server for slurmdbd, reached through a socket file; returns that."""
     folder = STATE / "database"
     folder.mkdir()
@@ -236,13 +222,8 @@ def start_database(daemons: Daemons) -> str:
     file = str(folder / "socket")
     prepare = ["--no-defaults", f"--datadir={folder}/data", "--auth-root-authentication-method=normal"]
     subprocess.run(["mariadb-install-db", *prepare], user="mysql", capture_output=True, check=True)
-    options = [
-        f"--datadir={folder}/data",
-        f"--socket={file}",
-        f"--pid-file={folder}/pid",
-        "--skip-networking",
-    ]
-    daemons.start("mariadbd", "mariadbd", "--no-defaults", *options, user="mysql")
+    options = [f"--datadir={folder}/data", f"--socket={file}", f"--pid-file={folder}/pid", "--skip-networking"]
+    start(daemons, "mariadbd", "mariadbd", "--no-defaults", *options, user="mysql")
     client = ["mariadb", "--no-defaults", "-uroot", f"--socket={file}"]
     wait_until(lambda: subprocess.run([*client, "-e", ""], capture_output=True).returncode == 0, "database")
     grant = "create database slurm; create user slurm@localhost identified by 'slurm'; "
@@ -255,7 +236,7 @@ def listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def bring_up(daemons: Daemons, accounting: bool) -> None:
+def bring_up(daemons: contextlib.ExitStack) -> None:
     """Start all daemons and wait until both nodes take jobs."""
     shutil.rmtree(STATE, ignore_errors=True)
     for name in ("etc", "log", "munge", "controller", *(f"spool-{node}" for node in NODES)):
@@ -268,7 +249,7 @@ def bring_up(daemons: Daemons, accounting: bool) -> None:
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(1024))
     ports = free_ports(2 + len(NODES))
-    for name, content in configuration(ports, accounting).items():
+    for name, content in configuration(ports).items():
         path = STATE / "etc" / name
         path.touch(0o600 if name == "slurmdbd.conf" else 0o644)
         path.write_text(content)
@@ -277,28 +258,23 @@ def bring_up(daemons: Daemons, accounting: bool) -> None:
         (ETC / name).symlink_to(path)
     munge = [f"--{name}-file={STATE}/munge/{name}" for name in ("key", "pid", "seed")]
     munge += [f"--socket={STATE}/munge/socket", f"--log-file={STATE}/log/munged.log"]
-    daemons.start("munged", "munged", "--foreground", *munge)
+    start(daemons, "munged", "munged", "--foreground", *munge)
     wait_until((STATE / "munge" / "socket").exists, "munged")
-    if accounting:
-        os.environ["MYSQL_UNIX_PORT"] = start_database(daemons)
-        daemons.start("slurmdbd", "slurmdbd", "-D")
-        wait_until(lambda: listening(ports[1]), "slurmdbd")
-        wait_until(lambda: "one_machine" in _register(), "accounting")
-    daemons.start("slurmctld", "slurmctld", "-D", "-c")
+    os.environ["MYSQL_UNIX_PORT"] = start_database(daemons)
+    start(daemons, "slurmdbd", "slurmdbd", "-D")
+    wait_until(lambda: listening(ports[1]), "slurmdbd")
+    wait_until(lambda: "one_machine" in _register(), "accounting")
+    start(daemons, "slurmctld", "slurmctld", "-D", "-c")
     wait_until(lambda: "is UP" in output("scontrol", "ping"), "slurmctld")
     for name in NODES:
-        daemons.start(f"slurmd-{name}", "slurmd", "-D", "-N", name)
+        start(daemons, f"slurmd-{name}", "slurmd", "-D", "-N", name)
     ready = ["sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"]
     wait_until(lambda: set(output(*ready).split()) == set(NODES), "nodes")
 
 
 def _register() -> str:
     """Make the cluster, an account and its user known to accounting; returns the known clusters."""
-    for words in (
-        "cluster one_machine",
-        "account research cluster=one_machine",
-        "user root account=research",
-    ):
+    for words in ("cluster one_machine", f"account {ACCOUNT} cluster=one_machine", f"user root account={ACCOUNT}"):
         subprocess.run(["sacctmgr", "--immediate", "add", *words.split()], capture_output=True)
     return output("sacctmgr", "--noheader", "show", "cluster", "format=cluster%20")
 
@@ -313,7 +289,7 @@ def clear_up() -> None:
 
 
 def remove_links() -> None:
-    for name in (*LINKS, "slurmdbd.conf"):
+    for name in LINKS:
         if _ours(ETC / name):
             (ETC / name).unlink()
 
@@ -325,109 +301,50 @@ def _lock() -> IO[str] | None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return None
-    handle.seek(0)
-    handle.truncate()
-    handle.write(str(os.getpid()))
-    handle.flush()
     return handle
 
 
-def keep(accounting: bool) -> None:
+def keep() -> None:
     """Bring the cluster up, say ``ready``, and take it down at the end of standard input or on SIGTERM."""
     why = obstacle()
     if why:
         raise Unavailable(why)
     handle = _lock()
     if handle is None:
-        raise Unavailable("another one is up; `python -m tests.slurm.cluster down` ends it")
+        raise Unavailable("another one is up")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    daemons = Daemons()
-    try:
-        install(accounting)
-        bring_up(daemons, accounting)
-        print("ready", flush=True)
-        while sys.stdin.read(1):
-            pass
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        clear_up()
-        daemons.stop()
-        remove_links()
-        shutil.rmtree(STATE, ignore_errors=True)
+    with contextlib.ExitStack() as daemons:
+        daemons.callback(shutil.rmtree, STATE, ignore_errors=True)
+        daemons.callback(remove_links)
+        try:
+            install()
+            bring_up(daemons)
+            print("ready", flush=True)
+            while sys.stdin.read(1):
+                pass
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            clear_up()
 
 
 @contextlib.contextmanager
-def slurm(accounting: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """A cluster for the time of a ``with`` block; gives its keeper.
+def slurm() -> Iterator[None]:
+    """A cluster for the time of a ``with`` block.
 
     Raises:
         Unavailable: saying why there can be none here.
     """
-    command = [sys.executable, "-m", "tests.slurm.cluster", "keep", *["--accounting"] * accounting]
-    root = Path(__file__).resolve().parents[2]
-    keeper = subprocess.Popen(
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert keeper.stdout is not None and keeper.stdin is not None and keeper.stderr is not None
-    try:
+    command, root = [sys.executable, "-m", "tests.slurm.cluster"], Path(__file__).resolve().parents[2]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as keeper:
+        assert keeper.stdout is not None and keeper.stderr is not None
         if keeper.stdout.readline() != "ready\n":
             raise Unavailable(keeper.stderr.read().strip().rpartition("\n")[2])
-        yield keeper
-    finally:
-        keeper.stdin.close()
-        keeper.wait()
-        keeper.stdout.close()
-        keeper.stderr.close()
-
-
-def main() -> None:
-    """``up`` leaves a cluster running until ``down``; ``keep`` runs it until standard input ends."""
-    parser = argparse.ArgumentParser(prog="python -m tests.slurm.cluster", description=main.__doc__)
-    parser.add_argument("action", choices=("up", "down", "keep"))
-    parser.add_argument("--accounting", action="store_true", help="with slurmdbd, so that sacct works")
-    options = parser.parse_args()
-    try:
-        if options.action == "keep":
-            keep(options.accounting)
-        elif options.action == "up":
-            up(options.accounting)
-        else:
-            down()
-    except Unavailable as error:
-        print(f"error: no Slurm here: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def up(accounting: bool) -> None:
-    """Start a keeper that stays when this process ends."""
-    reader, writer = os.pipe()
-    # The keeper holds the other end of its own standard input: it never ends.
-    keeper = subprocess.Popen(
-        [sys.executable, "-m", "tests.slurm.cluster", "keep", *["--accounting"] * accounting],
-        stdin=reader,
-        stdout=subprocess.PIPE,
-        pass_fds=[writer],
-        start_new_session=True,
-        text=True,
-    )
-    assert keeper.stdout is not None
-    if keeper.stdout.readline() != "ready\n":
-        raise SystemExit(keeper.wait())
-    print(output("sinfo", "--Node", "--long"), end="")
-
-
-def down() -> None:
-    """End a keeper and what one that was killed has left."""
-    path = STATE.with_suffix(".lock")
-    if path.exists() and (handle := _lock()) is None:
-        pid = int(path.read_text())
-        os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the keeper's end")
-    elif path.exists() and handle:
-        handle.close()
-    remove_links()
-    shutil.rmtree(STATE, ignore_errors=True)
+        yield
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        keep()
+    except Unavailable as error:
+        sys.exit(f"error: no Slurm here: {error}")

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from tests.slurm.cluster import output
-from tests.workflow.checkout_copy import copy_repository
+from tests.slurm.cluster import ACCOUNT, output
+from tests.workflow.checkout_copy import Checkout, copy_repository
 
 STUDY = "rank_sweep"
-RANKS = (4, 8, 12, 16, 20, 24)
+RANKS = (4, 8)
 RUNS = tuple(f"r{rank}-s1" for rank in RANKS)
 INTERVAL = 10  # iterations between checkpoints
 # Two GPUs in all, on two nodes: every run with two ranks takes both.
 SITE: dict[str, Any] = {
+    "account": ACCOUNT,
     "gpus_per_node": 1,
     "network_interface": "lo",
     "training_minutes": 30,
     "minutes": 20,
     "retries": 2,
 }
-SECONDS = 60.0  # of a minute
 DEFAULTS: dict[str, Any] = {
     "data": {"max_documents": 40, "vocab_size": 512},
     "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence_length": 32},
     "parallel": {"pipeline": 1, "data": 2},
     "train": {
-        "iterations": 60,
+        "iterations": 90,
         "micro_batch": 2,
         "global_batch": 4,
         "eval_interval": 30,
@@ -46,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20 * SECONDS) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 1200.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -68,33 +69,18 @@ class Copy:
         path = self.path / "workflows" / "profiles" / "slurm" / "site.yaml"
         path.write_text(yaml.safe_dump(SITE | changes))
 
-    def command(self, *arguments: str, program: str = "snakemake") -> list[str]:
-        return [sys.executable, "-m", program, *arguments]
-
-    def environment(self) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SLURM_"))}
-        return clean | {"OMP_NUM_THREADS": "1"}
-
     def run(self, *arguments: str, program: str = "snakemake") -> tuple[int, str]:
         """Exit code and all output of Snakemake (or of another program)."""
-        done = subprocess.run(
-            self.command(*arguments, program=program),
-            cwd=self.path,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=40 * SECONDS,
-        )
+        done = Checkout(self.path).run(program, *arguments, OMP_NUM_THREADS="1")
         return done.returncode, done.stdout
 
-    def start(self, *arguments: str, program: str = "snakemake") -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Snakemake, whose output is in a file."""
         with (self.path / "output.log").open("ab") as log:
             return subprocess.Popen(
-                self.command(*arguments, program=program),
+                Checkout(self.path).command("snakemake", *arguments),
                 cwd=self.path,
-                env=self.environment(),
+                env=Checkout(self.path).environment(OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -133,41 +119,21 @@ class Copy:
 
     def ranks(self, run: str) -> list[int]:
         """Processes of a run's ranks and launchers, here where all nodes are one machine."""
-        folder = f"--run\0{run}\0".encode()
         found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                words, place = (entry / "cmdline").read_bytes(), (entry / "cwd").readlink()
-            except OSError:
-                continue
-            if place == self.path and b"experiments.training.launch\0" in words and folder in words:
-                found.append(int(entry.name))
-        # The ranks are children of the launchers.
-        return [*found, *(child for pid in found for child in children(pid))]
-
-
-def children(pid: int) -> list[int]:
-    """The ranks of a launcher; it has other children too."""
-    try:
-        found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [child for child in found if b"spawn_main" in command_of(child)]
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if {"experiments.training.launch", run} <= {*words} and process.cwd() == str(self.path):
+                    # A launcher has other children, too.
+                    ranks = [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
+                    found.append((process.pid, [child.pid for child in ranks]))
+        return [pid for pid, _ in found] + [pid for _, pids in found for pid in pids]
 
 
 def send(number: signal.Signals, pids: Sequence[int]) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def job_of(run: str) -> str | None:

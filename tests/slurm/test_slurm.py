@@ -23,20 +23,16 @@ SLURM = ("--profile", "slurm")
 OFTEN = ("--slurm-init-seconds-before-status-checks", "3")
 
 
-def cluster_or_skip(accounting: bool) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[None]:
     why = cluster.obstacle()
     if why:
         pytest.skip(f"no Slurm here: {why}")
     try:
-        with cluster.slurm(accounting):
+        with cluster.slurm():
             yield
     except cluster.Unavailable as error:
         pytest.skip(f"no Slurm here: {error}")
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[None]:
-    yield from cluster_or_skip(accounting=False)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +70,7 @@ def test_the_command_as_typed_makes_everything(finished: Copy) -> None:
         assert " NumNodes=2 " in line
         assert "gres:gpu:1" in line
         assert " Requeue=1 " in line
+        assert f" Account={cluster.ACCOUNT} " in line
 
 
 def test_tables_are_those_of_a_run_without_slurm(finished: Copy, tmp_path: Path) -> None:
@@ -126,25 +123,26 @@ def damage_the_newest_checkpoint(copy: Copy, run: str, job: str) -> None:
     send(signal.SIGCONT, copy.ranks(run))
 
 
-FAULTS: list[Callable[[Copy, str, str], None]] = [
-    kill_a_rank,
-    cancel,
-    preempt,
-    run_out_of_time,
-    node_down,
-    damage_the_newest_checkpoint,
-]
+# Of each run, one after another; each after another checkpoint.
+FAULTS: dict[str, list[Callable[[Copy, str, str], None]]] = {
+    RUNS[0]: [damage_the_newest_checkpoint, preempt, kill_a_rank],
+    RUNS[1]: [cancel, node_down, run_out_of_time],
+}
 
 
 def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(finished: Copy, disturbed: Copy) -> None:
-    disturbed.site(jobs=1)
-    left = dict(zip(RUNS, FAULTS, strict=True))
+    disturbed.site(jobs=1, retries=4)
+    left, newest = {run: [*faults] for run, faults in FAULTS.items()}, dict[str, list[Path]]()
     snakemake = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
     try:
-        while left:
+        while any(left.values()):
             run = training_of(disturbed, snakemake)
-            if run in left and (job := job_of(run)):
-                left.pop(run)(disturbed, run, job)
+            last = disturbed.checkpoints(run)[-1:]
+            if left[run] and last > newest.get(run, []) and (job := job_of(run)):
+                if left[run][0] is cancel:
+                    cancelled = job
+                left[run].pop(0)(disturbed, run, job)
+                newest[run] = disturbed.checkpoints(run)[-1:]
         assert snakemake.wait(1200) == 0, disturbed.log()
     finally:
         end(snakemake)
@@ -152,6 +150,8 @@ def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(finished:
         assert disturbed.resumed_at(run), f"{run} did not go on from a checkpoint"
         assert all(iteration % INTERVAL == 0 for iteration in disturbed.resumed_at(run))
     assert disturbed.table() == finished.table()
+    states = output("sacct", "--noheader", "--allocations", "--format=jobid,state%20,account").splitlines()
+    assert any(line.split()[0] == cancelled and "CANCELLED" in line for line in states), states
 
 
 def training_of(copy: Copy, snakemake: subprocess.Popen[bytes]) -> str:
@@ -197,6 +197,7 @@ def test_killed_snakemake_is_started_again_while_its_job_runs(finished: Copy, di
 def test_what_the_cluster_cannot_run_is_refused_before_anything_is_submitted(disturbed: Copy) -> None:
     before = submitted()
     wrong = {
+        "account": ({"account": "nobody"}, "account = 'nobody'", f"it has {cluster.ACCOUNT}"),
         "partition": ({"partition": "gpus"}, "partition = 'gpus'", "it has main, urgent"),
         "more GPUs": ({"gpus_per_node": 2, "gres": "gpu:h100"}, "gpus_per_node = 2", "the largest with 0"),
         "cores": ({"cpus_per_node": 64}, "cpus_per_node = 64", "the largest with 4 cores"),

@@ -27,7 +27,6 @@ from experiments.analyse import (
 )
 from experiments.analyse.__main__ import analyse, main
 from experiments.analyse.acting import decision_columns
-from experiments.common import quickest
 from experiments.spec import matrix
 from experiments.verdicts import archive
 from tests.unit.conftest import REFERENCE, RESTORED
@@ -301,7 +300,7 @@ def test_a_seed_beside_other_work_does_not_move_the_line() -> None:
         assert found[kind]["seconds_uncompressed"] == pytest.approx(2 * share)
         assert found[kind]["residual_largest_share"] < 1e-9 and found[kind]["points"] == 3
     times = pd.DataFrame({"stage": 0, "rank": rank, "s": slow * (rank or 1.0)} for rank in (None, 4) for slow in (3, 1))
-    assert list(quickest.least(times, times["s"])["s"]) == [1.0, 4.0]
+    assert list(rank_sweep.least(times, times["s"])["s"]) == [1.0, 4.0]
     assert rank_sweep.linear([4, 8, 16], [16.0, 64.0, 256.0])["residual_largest_share"] > 0.2, "T is no line"
     assert math.isnan(rank_sweep.linear([4, 4], [1.0, 1.1])["seconds_per_rank"])
 

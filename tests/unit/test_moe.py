@@ -22,7 +22,7 @@ from experiments.analyse.runs import load_run
 from experiments.evaluation.export import check_run
 from experiments.spec import matrix
 from experiments.spec.settings import ProbeConfig
-from experiments.training.experts import ExpertShare, draw_experts, place_of
+from experiments.training.model import ExpertShare, draw_experts, place_of
 from experiments.training.probes import GradientProbe
 from tests.unit.invented_runs import run
 

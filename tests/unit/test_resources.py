@@ -96,32 +96,12 @@ def test_runtime_grows_with_the_attempt_up_to_the_limit() -> None:
     assert slurm.runtime(site, 3, None) == 300
 
 
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [("infinite", None), ("2:00:00", 120), ("30:00", 30), ("1-00:00:00", 1440), ("7-12:30:00", 10830)],
-)
-def test_time_limits(text: str, minutes: int | None) -> None:
-    assert slurm.parse_minutes(text) == minutes
-
-
-@pytest.mark.parametrize(
-    ("text", "gres"),
-    [
-        ("(null)", {}),
-        ("gpu", {"gpu": 1}),
-        ("gpu:v100", {"gpu": 1, "gpu:v100": 1}),
-        ("gpu:4", {"gpu": 4}),
-        ("gpu:v100:4(S:0-1)", {"gpu": 4, "gpu:v100": 4}),
-        ("gpu:a100:2(S:0,1),gpu:v100:1,nvme:2", {"gpu": 3, "gpu:a100": 2, "gpu:v100": 1, "nvme": 2}),
-    ],
-)
-def test_gres(text: str, gres: dict[str, int]) -> None:
-    assert slurm.parse_gres(text) == gres
-
-
 SINFO = """gpu*|8|64|500000|1-00:00:00|gpu:v100:4(S:0-1)
 gpu*|2|64|500000|1-00:00:00|gpu:v100:2(S:0-1)
 cpu|40|32+|128000+|infinite|(null)
+odd|1|8|1000|7-12:30:00|gpu:a100:2(S:0,1),gpu:v100,nvme:2
+half|1|8|1000|30:00|gpu:4
+hour|1|8|1000|2:00:00|gpu
 """
 
 
@@ -134,10 +114,18 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, slurm.Partition]:
 
 
 def test_partitions_are_read_and_runs_that_fit_accepted(cluster: dict[str, slurm.Partition]) -> None:
-    assert list(cluster) == ["gpu", "cpu"]
-    assert (cluster["gpu"].default, cluster["gpu"].minutes) == (True, 1440)
+    assert [(name, partition.minutes) for name, partition in cluster.items()] == [
+        ("gpu", 1440),
+        ("cpu", None),
+        ("odd", 10830),
+        ("half", 30),
+        ("hour", 120),
+    ]
+    gres = [nodes.gres for name in ("cpu", "odd", "half", "hour") for nodes in cluster[name].nodes]
+    assert gres == [{}, {"gpu": 3, "gpu:a100": 2, "gpu:v100": 1, "nvme": 2}, {"gpu": 4}, {"gpu": 1}]
+    assert cluster["gpu"].default
     assert [(nodes.count, nodes.gres["gpu:v100"]) for nodes in cluster["gpu"].nodes] == [(8, 4), (2, 2)]
-    assert (cluster["cpu"].minutes, cluster["cpu"].nodes[0].memory) == (None, 128000)
+    assert cluster["cpu"].nodes[0].memory == 128000
     assert slurm.training_partition(Resources(), cluster) == cluster["gpu"]
     assert slurm.training_partition(Resources(partition="cpu"), cluster) == cluster["cpu"]
     slurm.check_runs(Resources(gpus_per_node=4, gres="gpu:v100"), map(run_of, (4, 8, 32)), cluster)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments.spec.code import training_code
+from experiments.common.source import training_code
 from experiments.training import provenance
 from experiments.verdicts import run_code
 

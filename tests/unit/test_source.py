@@ -8,7 +8,7 @@ import pytest
 
 from edgc.errors import UserError
 from experiments.common import source
-from experiments.spec.code import DATA, TRAINING, recorded_code
+from experiments.common.source import DATA, TRAINING, recorded_code
 
 PROGRAM = '"""A program."""\nimport os\n\n\ndef main():\n    """Does it."""\n    return 1  # one\n'
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.figures import BENCHMARKS
-from experiments.common.source import constant
-from experiments.spec.code import training_code
+from experiments.common.source import constant, training_code
 
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +82,7 @@ from snakemake.cli import main
 results = []
 terminal = os.dup(1)
 for call in json.loads(sys.argv[1]):
+    sys.argv = ["snakemake", *call]
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
         try:
@@ -108,8 +108,8 @@ class Checkout:
         return [sys.executable, "-m", program, *arguments]
 
     def environment(self, **extra: str) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SNAKEMAKE_"))}
-        return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
+        ours = ("EDGC_", "SLURM_", "SNAKEMAKE_")
+        return {key: value for key, value in os.environ.items() if not key.startswith(ours)} | extra
 
     def run(self, program: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m program`` here; standard error is part of ``stdout``."""
@@ -121,7 +121,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=600,
+            timeout=2400,
         )
 
     def snakemake(self, *calls: Sequence[str]) -> list[tuple[int, str]]:
@@ -140,15 +140,16 @@ class Checkout:
 
     def plan(self, *calls: Sequence[str]) -> list[dict[str, int]]:
         """Jobs by rule that each dry run would start; empty when everything is up to date."""
-        plans = []
-        for code, text in self.snakemake(*(["-n", *call] for call in calls)):
-            assert code == 0, text
-            if "Job stats:" not in text:
-                assert "Nothing to be done" in text, text
-            rows = [line.split() for line in text.partition("Job stats:")[2].strip().splitlines()[2:]]
-            jobs = list(itertools.takewhile(lambda row: row and row[0] != "total", rows))
-            plans.append({rule: int(count) for rule, count in jobs})
-        return plans
+        calls_made = self.snakemake(*(["-n", *call] for call in calls))
+        assert all(code == 0 for code, _ in calls_made), calls_made
+        return [planned(text) for _, text in calls_made]
+
+
+def planned(text: str) -> dict[str, int]:
+    """Jobs by rule in what a dry run says."""
+    assert "Job stats:" in text or "Nothing to be done" in text, text
+    rows = [line.split() for line in text.partition("Job stats:")[2].strip().splitlines()[2:]]
+    return {rule: int(count) for rule, count in itertools.takewhile(lambda row: row and row[0] != "total", rows)}
 
 
 def copy_repository(path: Path) -> None:

@@ -9,7 +9,7 @@ ROOT = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).resolve(
 sys.path.insert(0, str(ROOT))
 
 from edgc.errors import UserError
-from experiments.spec import code as run_codes, matrix
+from experiments.spec import matrix
 from experiments.spec.settings import DataConfig
 from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, nearest, tables_of
 from experiments.common import source
@@ -53,7 +53,7 @@ try:
                     f"{MODULES[name].replace('.', '/')}.py",
                 )
                 raise UserError(problem, where=file, fix=nearest(table, STUDIES[study].tables))
-    TRAINING_CODE, DATA_CODE = run_codes.training_code(), run_codes.data_code()
+    TRAINING_CODE, DATA_CODE = source.training_code(), source.data_code()
 except UserError as error:
     stop(error)
 
@@ -146,7 +146,7 @@ def study_results(study):
 
 def recorded_or(record, today):
     """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
-    kept = run_codes.recorded_code(Path(config["results"], SCALE, record)) if config["keep_runs"] else None
+    kept = source.recorded_code(Path(config["results"], SCALE, record)) if config["keep_runs"] else None
     # Of a run that went on from a checkpoint of other code, the code that ended it.
     return f"code {kept.rpartition('+')[2] if kept else today}"
 
