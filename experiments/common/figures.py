@@ -45,7 +45,8 @@ FIGURES = {name: tuple(dict.fromkeys(table.partition("/")[0] for table in read))
 
 def caption(figure: str) -> str:
     """Text under a figure in the report, in reStructuredText."""
-    text, words = str(_constant(figure, "CAPTION") or ""), _constant(figure, "WORDS")
+    text, words = _constant(figure, "CAPTION") or "", _constant(figure, "WORDS")
+    text = str(text[figure] if isinstance(text, dict) else text)
     return text.format(**words[figure]) if words else text
 
 

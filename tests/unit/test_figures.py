@@ -24,7 +24,7 @@ from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, ca
 from experiments.common.files import KEPT
 from experiments.pages import pictures
 from experiments.spec import matrix
-from paper_figures import break_even, hero, inputs, learning_curves, policies_settings, rank_sweep, saving, style, texts
+from paper_figures import following, inputs, learning_curves, rank_sweep, saving, scenarios, style, texts
 from paper_figures.__main__ import draw, main, render
 
 CI, WORKSTATION = KEPT / "ci", KEPT / "workstation"
@@ -181,7 +181,7 @@ def hero_rows(low: float, high: float, verdict: str = "on par") -> pd.DataFrame:
 
 
 def test_the_first_figure_is_small_and_drawn_for_light_and_dark_pages(tmp_path: Path) -> None:
-    light, dark = (path.read_bytes() for path in hero.pages(WORKSTATION, tmp_path))
+    light, dark = (path.read_bytes() for path in following.hero_pages(WORKSTATION, tmp_path))
     assert max(len(light), len(dark)) <= 120_000
     assert b"#ffffff" in light and b"#ffffff" not in dark and b"#0d1117" in dark
 
@@ -236,10 +236,13 @@ def test_methods_are_drawn_as_their_files_say_and_names_have_a_family() -> None:
 def test_the_title_of_the_settings_counts_those_in_which_edgc_is_better() -> None:
     better, worse, unknown = (hero_rows(*ends) for ends in ((-0.004, -0.001), (0.001, 0.002), (0.001, 0.002)))
     unknown[["difference_low", "difference_high"]] = float("nan")
-    tables = {name: policies_settings.select(rows) for name, rows in (("a", better), ("b", worse), ("c", unknown))}
-    assert policies_settings.title(tables).endswith("in 1 of 2 settings")
-    assert "settings" not in policies_settings.title({"c": tables["c"]})
-    assert list(tables["a"]["rival"][:4]) == list(policies_settings.RIVALS)
+    tables = {
+        name: following.select(rows, following.MAIN_RIVALS, "8")
+        for name, rows in (("a", better), ("b", worse), ("c", unknown))
+    }
+    assert following.times_won(tables).endswith("in 1 of 2 settings")
+    assert "settings" not in following.times_won({"c": tables["c"]})
+    assert list(tables["a"]["rival"][:4]) == list(following.MAIN_RIVALS)
 
 
 # Linear RGB as seen with deuteranopia (Machado, Oliveira and Fernandes 2009, severity 1), and linear RGB to XYZ.
@@ -305,12 +308,12 @@ def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
 def test_titles_say_what_the_tables_say(tmp_path: Path) -> None:
     titles = {(0.001, 0.009): "no better", (-0.009, -0.001): "do better", (-0.004, 0.001): "as well as"}
     for ends, words in (titles | {(-0.004, 0.009): "Not decided", (-0.009, 0.001): "Not decided"}).items():
-        assert words in hero.title(hero.select(hero_rows(*ends)))
-    rows = hero.select(hero_rows(0.001, 0.002))
+        assert words in following.answer(following.select(hero_rows(*ends)))
+    rows = following.select(hero_rows(0.001, 0.002))
     assert list(rows["factor_dtype"]) == ["fp32"] * 3 + ["int8"], "int8 where there are five seeds"
     saved = {"int4": [9, 9, 9], "bf16": [1, 1, 1], "edgc": [2, 99, 2], "edgc_unaligned": [2, 2, 99]}
     each = [{"case": k, "method": name, "saved_percent": x} for name, row in saved.items() for k, x in enumerate(row)]
-    assert "EDGC saves most in 2 of 3" in break_even.title(pd.DataFrame(each), ["case"])
+    assert "EDGC saves most in 2 of 3" in scenarios.title(pd.DataFrame(each), ["case"])
     fig = plt.figure()
     texts.headline(fig, title := "Ranks that follow entropy do no better than one fixed rank of as many bytes")
     assert pictures.heading(saving.save(fig, tmp_path, "x")[-1]) == title
