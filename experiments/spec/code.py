@@ -9,7 +9,7 @@ from experiments.common import source
 from experiments.common.yaml_settings import load_yaml
 
 TRAINING = "experiments.training.train"  # what every rank of a run executes
-DATA = "experiments.data.prepare"
+DATA = "experiments.data.folder"
 
 
 def training_code() -> str:
