@@ -257,7 +257,7 @@ def seen_with_deuteranopia(colour: str) -> np.ndarray:
     pixel = np.where(left <= 0.0031308, 12.92 * left, 1.055 * left ** (1 / 2.4) - 0.055) * 255
     image = Image.new("RGB", (1, 1), tuple(int(value) for value in pixel.round()))
     light, a, b = ImageCms.applyTransform(image, LAB).getpixel((0, 0))
-    return np.array([light / 2.55, (a + 128) % 256 - 128, (b + 128) % 256 - 128])
+    return np.array([light / 2.55, a - 128, b - 128])
 
 
 def test_looks_are_distinct_and_those_that_deuteranopia_takes_for_one_differ_in_marker_and_dash() -> None:
