@@ -21,8 +21,10 @@ KNOWN = [*FIGURES, *BENCHMARKS]
 
 
 def draw(name: str, results: Path) -> Figure:
-    """Figure ``name`` from the tables under ``results``."""
+    """Figure ``name`` from the tables under ``results``, by the function of its name, else by ``draw``."""
     module = importlib.import_module(MODULES[name])
+    if own := getattr(module, name, None):
+        return own(results)
     return module.draw(results, name) if isinstance(module.TABLES, dict) else module.draw(results)
 
 
@@ -35,8 +37,8 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
     from paper_figures import saving
 
     written = saving.save(draw(name, results), out, name)
-    module = importlib.import_module(MODULES[name])
-    return [*written, *(module.pages(results, out) if hasattr(module, "pages") else [])]
+    more = getattr(importlib.import_module(MODULES[name]), f"{name}_pages", None)
+    return [*written, *(more(results, out) if more else [])]
 
 
 @main_guard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,11 @@ def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
     return written_tables.read(kept)
+
+
+def tables(results: Path, names: Sequence[str]) -> list[pd.DataFrame]:
+    """Several tables, such as ``methods/table.csv``."""
+    return [read(results, *name.split("/")) for name in names]
 
 
 def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:

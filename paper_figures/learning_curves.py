@@ -13,8 +13,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 
 from paper_figures import inputs, style, texts
+from paper_figures.following import ORDERS
 from paper_figures.methods import without_result
-from paper_figures.policies import ORDERS
 
 TABLES = {
     "learning_curves_methods": ("methods/curves.csv", "methods/table.csv"),

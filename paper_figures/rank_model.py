@@ -48,7 +48,7 @@ SIZES = (("#CC79A7", "-"), ("#000000", "--"), ("#888888", "-."))
 
 def draw(results: Path) -> Figure:
     """(a) ratio over training, (b) error of the prediction by rank, (c) CQM's rank against the change of entropy."""
-    table, errors, stiffness, curves = (inputs.read(results, *name.split("/")) for name in TABLES)
+    table, errors, stiffness, curves = inputs.tables(results, TABLES)
     fig, axes = style.figure(3, 1, height=8.2)
     variant = shown(table)
     rows, errors = (

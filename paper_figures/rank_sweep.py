@@ -32,7 +32,7 @@ PARTS = (
 
 def draw(results: Path) -> Figure:
     """Seconds, relative error and validation loss against the rank."""
-    table, timings, fit = (inputs.read(results, *name.split("/")) for name in TABLES)
+    table, timings, fit = inputs.tables(results, TABLES)
     fig, axes = style.figure(3, 1, height=7.2)
     seconds(axes[0], timings, fit)
     errors(axes[1], table)

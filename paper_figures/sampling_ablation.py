@@ -35,7 +35,7 @@ MARKERS = {"diagonal": "o", "strided": "s", "random": "^"}
 def draw(results: Path) -> Figure:
     """Three grids of runs: CC, RMSE in nats, and seconds per step relative to reading everything; below, on the
     gradients of one run: error of a measurement against its formula, RMSE of windows, cost."""
-    table, timings, *of_one_run = (inputs.read(results, *name.split("/")) for name in TABLES)
+    table, timings, *of_one_run = inputs.tables(results, TABLES)
     sampling = "diagonal" if "diagonal" in set(table["sampling"]) else str(table["sampling"].iloc[0])
     fine, cost = (rows[(rows["status"] == "ok") & (rows["sampling"] == sampling)] for rows in (table, timings))
     cost = cost.assign(percent=100 + cost["change_percent"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from experiments.data import prepare
+from experiments.data.folder import prepare
 from experiments.spec.settings import DataConfig
 
 VOCABULARY = 300  # Megatron pads it to 384, and with two tensor ranks to 512
@@ -20,5 +20,5 @@ def prepare_words(root: Path) -> Path:
         text = " ".join(draw.choices(words, k=60))
         (root / "text" / f"{index}.txt").write_text(text + "\n", encoding="utf-8")
     config = DataConfig(source="folder", dataset=str(root / "text"), vocab_size=VOCABULARY)
-    assert prepare.prepare(config, root / "words", show=False).vocab_size == VOCABULARY
+    assert prepare(config, root / "words", show=False).vocab_size == VOCABULARY
     return root / "words"

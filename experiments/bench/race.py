@@ -34,7 +34,7 @@ from experiments.bench.workers import WorkerError, last_line
 from experiments.common.files import ROOT, atomic_write
 from experiments.common.processes import die_with_parent, stop
 from experiments.common.yaml_settings import Settings, load_yaml, validate
-from experiments.data.prepare import prepare
+from experiments.data.folder import prepare
 from experiments.spec.matrix import load_scale
 from experiments.spec.settings import RunConfig, lay, resolve
 

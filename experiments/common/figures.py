@@ -35,7 +35,8 @@ for _path in sorted(FOLDER.glob("*.py")):
 def caption(figure: str) -> str:
     """Text under a figure in the report, in reStructuredText."""
     path = FOLDER / f"{MODULES[figure].partition('.')[2]}.py"
-    text, words = str(constant(path, "CAPTION") or ""), constant(path, "WORDS")
+    text, words = constant(path, "CAPTION") or "", constant(path, "WORDS")
+    text = str(text[figure] if isinstance(text, dict) else text)
     return text.format(**words[figure]) if words else text
 
 

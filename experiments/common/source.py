@@ -20,7 +20,7 @@ from experiments.common.files import ROOT
 from experiments.common.yaml_settings import load_yaml
 
 TRAINING = "experiments.training.train"  # what every rank of a run executes
-DATA = "experiments.data.prepare"
+DATA = "experiments.data.folder"
 PACKAGES = ("edgc", "experiments", "paper_figures")
 DIGITS = 16  # of a fingerprint: 64 bits
 # Which runs there are and how their settings come about is left out: the settings themselves say it.

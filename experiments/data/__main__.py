@@ -12,7 +12,7 @@ import typer
 from edgc.errors import UserError, nearest
 from experiments.common.cli import main_guard
 from experiments.common.yaml_settings import validate
-from experiments.data.prepare import prepare
+from experiments.data.folder import prepare
 from experiments.spec import matrix
 from experiments.spec.settings import DataConfig
 

@@ -31,7 +31,7 @@ from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
 from experiments.common.written_tables import csv_text, write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
-from experiments.evaluation.standard_data import read_standard
+from experiments.evaluation.standard_tasks import read_standard
 from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, Results
 from experiments.spec.task_catalogue import standard_tasks
 

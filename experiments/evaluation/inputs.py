@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
-from experiments.common.yaml_settings import Loader, parse_yaml
+from experiments.spec.task_catalogue import task_files
 
 Row = dict[str, Any]
 READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")  # of an exported model
@@ -63,15 +64,12 @@ def read_model(path: Path) -> Model:
     if not info["model"]:
         return Model(path, info, "")
     config, tokenizer = path / "config.json", path / "tokenizer.json"
-    contents = []
     for file in (path / name for name in READ):
         if not file.is_file():
             raise UserError(f"the exported model has no {file.name}", where=path, fix="export the run again")
-        contents.append(file.read_bytes())
         expected = info.get("files", {}).get(file.name)
-        if expected is not None and hashlib.sha256(contents[-1]).hexdigest() != expected["sha256"]:
-            short = len(contents[-1]) < expected["bytes"]
-            raise damaged(file, "is cut short" if short else "has another content than was written")
+        if expected and (problem := manifest.problem(file, manifest.Entry(**expected))):
+            raise damaged(file, problem)
     vocab_size = _read_json(config).get("vocab_size")
     try:
         size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
@@ -80,7 +78,7 @@ def read_model(path: Path) -> Model:
     if size != vocab_size:
         fix = "export the run again with its own data folder"
         raise UserError(f"the tokenizer has {size} tokens, the model {vocab_size}", where=path, fix=fix)
-    return Model(path, info, digest(*contents))
+    return Model(path, info, digest(*((path / name).read_bytes() for name in READ)))
 
 
 def damaged(file: Path, problem: str) -> UserError:
@@ -109,13 +107,6 @@ def read_models(paths: Sequence[Path]) -> list[Model]:
     return list(models.values())
 
 
-class _Loader(Loader):
-    """Reads task files; ``!function`` becomes its text."""
-
-
-_Loader.add_constructor("!function", lambda loader, node: str(node.value))
-
-
 def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
     """Tasks of a folder by ``names``, in their order (None: all of them, by name).
 
@@ -125,8 +116,7 @@ def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
     if not folder.is_dir():
         fix = "generate it: python -m experiments.evaluation.tasks.make"
         raise UserError("no folder of tasks", where=folder, fix=fix)
-    paths = sorted(folder.glob("*.yaml"))
-    known = {content["task"]: content for content in (parse_yaml(path.read_bytes(), path, _Loader) for path in paths)}
+    known = {content["task"]: (content, files) for content, files in map(task_files, sorted(folder.glob("*.yaml")))}
     if not known:
         raise UserError("the folder holds no task", where=folder, fix="generate the tasks again")
     about = folder / "tasks.json"
@@ -136,7 +126,7 @@ def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
         if name not in known:
             fix = f"known tasks: {', '.join(sorted(known))}"
             raise UserError(f"unknown task {name!r}", where=folder, fix=fix)
-        content, parts = known[name], [folder / f"{name}.yaml", folder / "utils.py"]
+        content, parts = known[name]
         if file := (content.get("dataset_kwargs") or {}).get("file"):
             parts.append(folder / file)
             if not parts[-1].is_file() or not parts[-1].read_bytes().strip():

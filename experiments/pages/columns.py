@@ -39,34 +39,26 @@ def tables() -> dict[str, dict[str, None]]:
     return dict(sorted(columns.items()))
 
 
-def load() -> Descriptions:
-    """The descriptions; ``UserError`` names the key at fault."""
-    return validate(Descriptions, load_yaml(ROOT / DESCRIPTIONS), ROOT / DESCRIPTIONS)
-
-
-def unused() -> list[str]:
-    """Descriptions of columns that no table has; a table may be described before it is kept."""
-    about, known = load(), tables()
-    names = {column for columns in known.values() for column in columns}
-    names |= {column.removesuffix(suffix) for column in names for suffix in about.suffixes}
-    single = [(table, column) for table, columns in about.tables.items() for column in columns]
-    return [name for name in about.columns if name not in names] + [
-        f"{table}: {column}" for table, column in single if column not in known.get(table, about.tables[table])
-    ]
-
-
 def described() -> list[tuple[str, str, str]]:
     """Column, description and, where it is not the same in all of them, its tables; in the order of the alphabet.
 
-    Raises ``UserError`` where a column has no description.
+    Raises ``UserError`` where a column has no description, and where one describes no column.
     """
-    about = load()
+    about: Descriptions = validate(Descriptions, load_yaml(ROOT / DESCRIPTIONS), ROOT / DESCRIPTIONS)
+    known, where = tables(), ROOT / DESCRIPTIONS
+    used = {name.removesuffix(end) for names in known.values() for name in names for end in ("", *about.suffixes)}
+    # A table may be described before it is kept.
+    over = [name for name in about.columns if name not in used]
+    for table, own in about.tables.items():
+        over += [f"{table}: {name}" for name in own if name not in known.get(table, own)]
+    if over:
+        raise UserError(f"description without a column: {over[0]}", where=where, fix="remove it")
     columns: dict[str, dict[str, list[str]]] = {}
-    for table, column in ((table, column) for table, names in tables().items() for column in names):
+    for table, column in ((table, column) for table, names in known.items() for column in names):
         text = about.find(table, column)
         if text is None:
             fix = "describe it under `columns`, or under `tables` where it is that table's alone"
-            raise UserError(f"column without a description: {table}: {column}", where=ROOT / DESCRIPTIONS, fix=fix)
+            raise UserError(f"column without a description: {table}: {column}", where=where, fix=fix)
         columns.setdefault(column, {}).setdefault(text, []).append(table)
     return [
         (column, text, ", ".join(f"`{name}`" for name in names) if len(texts) > 1 else "")

@@ -181,8 +181,6 @@ class PageParts:
             known = sorted(other.stem for other in path.parent.glob("*.png"))
             raise UserError(f"figure {name!r} is not kept at scale {scale}", fix=nearest(name, known))
         caption = " ".join(figures.caption(name).replace("``", "`").split())
-        title = caption.split("**")[1] if caption.startswith("**") else caption
-        heading = pictures.heading(path)
-        words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {heading}" if heading else title
-        alternative = words.replace("`", "").replace("[", "(").replace("]", ")").rstrip(".")
-        return f"![{alternative}]({link(path, self.page)})\n\n{caption} Scale: {scale}."
+        words = pictures.alternative(pictures.split_title(caption, name)[0], path)
+        image = f"![{words.replace('[', '(').replace(']', ')').rstrip('.')}]({link(path, self.page)})"
+        return f"{image}\n\n{caption} Scale: {scale}."

@@ -25,8 +25,6 @@ DOCUTILS = {
 # In what docutils writes: an attribute with an address, and addresses that run nothing.
 ADDRESS = re.compile(r' (href|src|data|poster)="([^"]*)"')
 PLAIN = re.compile(r"https?://|mailto:|[\w.#/-]+(?:[#?/]|$)", re.IGNORECASE)
-# The end of a sentence: not that of 0.94, e.g. or GPT2-2.5B.
-SENTENCE = re.compile(r"(?<!\be\.g)(?<!\bi\.e)[.:](?:\*\*)?(?=\s|$)")
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str) -
     text = caption(name) if name in {*FIGURES, *BENCHMARKS} else f"**{matrix.load_study(name).title}.**"
     links = [kept.link(path, kind.upper()) for kind, path in files.items()]
     title, rest = split_title(text, name)
-    words = " ".join(filter(None, [plain(first_sentence(text)), heading(files["png"]) if "png" in files else ""]))
+    words = alternative(title, files.get("png"))
     return Picture(name, best, title, words, html(rest), simulated, group, links, *embed(best))
 
 
@@ -86,10 +84,10 @@ def heading(path: Path) -> str:
         return str(opened.info.get("Title", ""))
 
 
-def first_sentence(text: str) -> str:
-    """Of a caption in reStructuredText."""
-    found = SENTENCE.search(text)
-    return " ".join((text[: found.end()] if found else text).split())
+def alternative(title: str, png: Path | None) -> str:
+    """Text in place of an image: the title of its caption and, of a PNG, its own, which says what is seen."""
+    seen = heading(png) if png else ""
+    return f"{title}{'' if title.endswith('?') else '.'} {seen}" if seen else title
 
 
 def split_title(text: str, name: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import PositiveInt, field_validator
 
 from edgc.errors import UserError, nearest
-from experiments.common.yaml_settings import Settings
+from experiments.common.yaml_settings import Loader, Settings, parse_yaml
 
 # Name in lm-eval -> its file below lm_eval/tasks. Building an index of all its tasks would take 12 to 25 s.
 STANDARD = {
@@ -97,8 +97,7 @@ def standard_task(name: str) -> StandardTask:
     if not path.is_file():
         fix = "install the versions of requirements.lock"
         raise UserError(f"this lm-eval has no task {name}", where=path, fix=fix)
-    files: list[Path] = []
-    content = _read(path, files)
+    content, files = task_files(path)
     metrics = {
         entry["metric"]: bool(entry.get("higher_is_better", HIGHER_IS_BETTER[entry["metric"]]))
         for entry in content["metric_list"]
@@ -110,7 +109,7 @@ def standard_task(name: str) -> StandardTask:
         config=content.get("dataset_name"),
         split=content.get("test_split") or content["validation_split"],
         metrics=metrics,
-        files=tuple(dict.fromkeys(files)),
+        files=tuple(files),
     )
 
 
@@ -130,22 +129,24 @@ def tasks_folder() -> Path:
     return Path(spec.submodule_search_locations[0], "tasks")
 
 
-def _read(path: Path, files: list[Path]) -> dict[str, Any]:
-    """The YAML at ``path`` over what it includes, as lm-eval merges them; appends all files to ``files``."""
-    files.append(path)
+def task_files(path: Path) -> tuple[dict[str, Any], list[Path]]:
+    """The YAML at ``path`` over what it includes, as lm-eval merges them, and all files that define the task."""
+    files = [path]
 
-    class Loader(yaml.SafeLoader):
+    class TaskLoader(Loader):
         """``!function module.name`` becomes its text, and its module one of the files."""
 
-    def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    def function(loader: Loader, node: yaml.ScalarNode) -> str:
         module = path.parent / (node.value.rpartition(".")[0].replace(".", "/") + ".py")
         files.extend([module] if module.is_file() else [])
         return str(node.value)
 
-    Loader.add_constructor("!function", function)
-    content: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    TaskLoader.add_constructor("!function", function)
+    content = parse_yaml(path.read_bytes(), path, TaskLoader)
     includes = content.pop("include", [])
     merged: dict[str, Any] = {}
     for include in includes if isinstance(includes, list) else [includes]:
-        merged |= _read(path.parent / include, files)
-    return merged | content
+        included, more = task_files(path.parent / include)
+        merged |= included
+        files += more
+    return merged | content, list(dict.fromkeys(files))

@@ -1,4 +1,4 @@
-"""Every cross reference in a docstring or comment names something that is defined, by reading the sources alone."""
+"""Cross references in docstrings and comments, and files that README and docs name, lead to something that is there."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_every_cross_reference_names_something(package: str) -> None:
                 if not stands(match[1])]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "there"),
-    [
-        ("edgc.control.policies.base.MeansPolicy.state_dict", True),  # inherited
-        ("edgc.control.policies.base.Plan", False),
-        ("edgc.control.policy.base", False),
-        ("NoSuchPolicy.state_dict", False),
-    ],
-)
-def test_what_is_not_there_is_seen(name: str, there: bool) -> None:
-    assert stands(name) is there
+OURS = re.compile(r"`((?:edgc|experiments|paper_figures|tests|workflows)/[\w./*<>]+)`")
+# CONTRIBUTING.md tells how to make them (tests/workflow/test_contributing.py does it); the last is another project's.
+EXAMPLES = {"experiments/scales/small.yaml", "experiments/studies/two_ranks.yaml", "paper_figures/validation_loss.py"}
+EXAMPLES |= {"tests/unit_tests"}
+
+
+def test_the_files_that_a_page_names_exist() -> None:
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        named = set(OURS.findall(page.read_text(encoding="utf-8"))) - EXAMPLES
+        missing = [name for name in sorted(named) if "<" not in name and not any(ROOT.glob(name.rstrip("/")))]
+        assert not missing, f"{page.name} names {missing}"

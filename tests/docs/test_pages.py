@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from edgc.errors import UserError
-from experiments.pages import columns, paper, render
+from experiments.pages import paper, render
 from experiments.verdicts.claims import load_claims
 
 FRAME = pd.DataFrame(
@@ -33,10 +33,6 @@ def test_every_claim_of_the_paper_is_judged_on_one_of_its_pages() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (render.TEMPLATES / "paper").glob("*.md")]
     for claim in load_claims():
         assert sum(f'"{claim.id}"' in text.split("## Verdict")[-1] for text in texts) >= 1, claim.id
-
-
-def test_no_description_of_a_column_is_left_over() -> None:
-    assert not columns.unused(), f"remove it from {columns.DESCRIPTIONS}"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from experiments.data.prepare import prepare
+from experiments.data.folder import prepare
 from experiments.spec.settings import DataConfig
 from experiments.training import launch
 from experiments.training.outputs import read_events

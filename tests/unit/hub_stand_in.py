@@ -94,6 +94,12 @@ for _dataset, _config, _splits, _count, _row in SOURCES:
     REPOSITORIES.setdefault(_dataset, {})[_config] = _rows
 
 
+def _parquet(rows: list[Row], schema: pa.Schema | None = None) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema), buffer)
+    return buffer.getvalue()
+
+
 def _files(configs: dict[str, dict[str, list[Row]]]) -> dict[str, bytes]:
     """README with the configs, and one Parquet file per config and split."""
     found, lines = {}, ["---", "configs:"]
@@ -101,9 +107,7 @@ def _files(configs: dict[str, dict[str, list[Row]]]) -> dict[str, bytes]:
         lines += [f"- config_name: {config}", "  data_files:"]
         for split, rows in splits.items():
             path = f"{config}/{split}-00000-of-00001.parquet"
-            buffer = io.BytesIO()
-            pq.write_table(pa.Table.from_pylist(rows), buffer)
-            found[path] = buffer.getvalue()
+            found[path] = _parquet(rows)
             lines += [f"  - split: {split}", f"    path: {config}/{split}-*"]
     found["README.md"] = "\n".join([*lines, "---", ""]).encode()
     return found
@@ -127,10 +131,7 @@ class Hub:
     def set_rows(self, dataset: str, config: str, split: str, rows: list[Row]) -> None:
         """Other rows in a repository, of the same schema."""
         name = f"{config}/{split}-00000-of-00001.parquet"
-        schema = pq.read_schema(io.BytesIO(self.files[dataset][name]))
-        buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows, schema), buffer)
-        self.files[dataset][name] = buffer.getvalue()
+        self.files[dataset][name] = _parquet(rows, pq.read_schema(io.BytesIO(self.files[dataset][name])))
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from experiments.bench import network, pipeline, race, stages, steps, terminal, testbed, timeline
 from experiments.bench.__main__ import REFERENCE, app
-from paper_figures import bench_network, bench_race, bench_steps, stage_spread
-from paper_figures import timeline as timeline_figure
+from paper_figures.__main__ import draw
 
 MACHINE = ["machine", "caches", "torch"]
 
@@ -116,12 +115,12 @@ def words(fig: Figure) -> str:
 def test_figures_show_what_is_kept() -> None:
     machine = {name: next(REFERENCE.glob(f"*/{name}.csv")).parent for name in ("network", "race", "stages", "steps")}
     failed = kept("network")["status"].ne("ok").any()
-    assert ("failed" in words(bench_network.draw(machine["network"]))) == failed
+    assert ("failed" in words(draw("bench_network", machine["network"]))) == failed
     missed = kept("race_summary").eval("reached < seeds").any()
-    assert ("never" in words(bench_race.draw(machine["race"]))) == missed
-    for figure in (stage_spread, timeline_figure):
-        assert "INJECTED" in words(figure.draw(machine["stages"]))
-    fig = bench_steps.draw(machine["steps"])
+    assert ("never" in words(draw("bench_race", machine["race"]))) == missed
+    for name in ("stage_spread", "timeline"):
+        assert "INJECTED" in words(draw(name, machine["stages"]))
+    fig = draw("bench_steps", machine["steps"])
     points = sum(len(line.get_xdata()) for ax in fig.axes for line in ax.lines if line.get_gid() == "step")
     assert points == sum((kept(name)["used"] == "validation").sum() for name in ("steps", "pipeline")) > 0
     assert any("DP2 x PP2" in ax.get_title(loc="left") for ax in fig.axes)

@@ -12,14 +12,7 @@ import pytest
 
 from edgc.errors import UserError
 from experiments.data import corpus
-from experiments.data.corpus import (
-    SPLITS,
-    Document,
-    HuggingFaceText,
-    StandardLibrary,
-    TextFolder,
-    open_source,
-)
+from experiments.data.corpus import SPLITS, Document, HuggingFaceText, StandardLibrary, TextFolder, open_source
 from experiments.spec.settings import DataConfig
 
 
@@ -32,7 +25,6 @@ def test_standard_library_of_this_python() -> None:
     source = open_source(DataConfig(source="stdlib"))
     documents = list(source.documents())
     assert 300 < len(documents) < 3000
-    assert 5e6 < sum(len(document.text) for document in documents) < 60e6
     paths = [document.path for document in documents]
     assert paths == sorted(paths)
     assert {"json/decoder.py", "argparse.py"} <= set(paths)
@@ -71,20 +63,12 @@ def test_standard_library_recipe(tmp_path: Path) -> None:
 def test_folder_reads_text_and_jsonl(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "one.txt").write_bytes("first\r\ntext é".encode())
-    write_jsonl(
-        tmp_path / "two.jsonl",
-        [{"text": "second"}, {"text": "  \n"}, {"text": "second"}, {"text": "a\ud800b"}],
-    )
+    write_jsonl(tmp_path / "two.jsonl", [{"text": text} for text in ("second", "  \n", "second", "a\ud800b")])
     (tmp_path / "notes.md").write_text("not read")
-    documents = list(TextFolder(tmp_path).documents())
-    assert [(document.path, document.text) for document in documents] == [
-        ("sub/one.txt", "first\ntext é"),
-        ("two.jsonl:1", "second"),
-        ("two.jsonl:4", "a?b"),
-    ]
+    found = [(document.path, document.text) for document in TextFolder(tmp_path).documents()]
+    assert found == [("sub/one.txt", "first\ntext é"), ("two.jsonl:1", "second"), ("two.jsonl:4", "a?b")]
     assert [document.path for document in TextFolder(tmp_path, max_documents=2).documents()] == [
-        "sub/one.txt",
-        "two.jsonl:1",
+        path for path, _ in found[:2]
     ]
 
 
@@ -151,16 +135,13 @@ def test_local_parquet_and_jsonl_give_the_same_documents(tmp_path: Path) -> None
     assert [text for _, text in found["json"]] == texts[:50]
     few = open_source(DataConfig(source="openwebtext", dataset=str(tmp_path / "json"), max_documents=5))
     assert len(list(few.documents())) == 5
-
-
-def test_unreadable_and_mixed_local_datasets(tmp_path: Path) -> None:
-    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=r"data.dataset cannot be read") as caught:
-        list(HuggingFaceText(str(tmp_path), None).documents())
-    assert "\n" not in str(caught.value)
-    write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])
+    (tmp_path / "json" / "broken.parquet").write_bytes(b"no parquet")
     with pytest.raises(UserError, match="mixes parquet and JSON"):
-        HuggingFaceText(str(tmp_path), None)
+        HuggingFaceText(str(tmp_path / "json"), None)
+    (tmp_path / "json" / "rows.jsonl").unlink()
+    with pytest.raises(UserError, match=r"data.dataset cannot be read") as caught:
+        list(HuggingFaceText(str(tmp_path / "json"), None).documents())
+    assert "\n" not in str(caught.value)
 
 
 def test_openwebtext_asks_the_hub_for_a_pinned_revision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +154,8 @@ def test_openwebtext_asks_the_hub_for_a_pinned_revision(monkeypatch: pytest.Monk
         return [{"text": "one"}, {"text": "two"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert [document.text for document in open_source(DataConfig(source="openwebtext")).documents()] == [
-        "one",
-        "two",
-    ]
+    found = open_source(DataConfig(source="openwebtext")).documents()
+    assert [document.text for document in found] == ["one", "two"]
     pinned = {"revision": corpus.OPENWEBTEXT_REVISION, "split": "train", "streaming": True}
     assert asked == [(corpus.OPENWEBTEXT, pinned)]
     assert len(corpus.OPENWEBTEXT_REVISION) == 40

@@ -1,4 +1,4 @@
-"""Preparing data: exact contents, whole or nothing, nothing done twice."""
+"""Preparing data: exact contents, whole or nothing, nothing done twice; a folder is as written, or is refused."""
 
 from __future__ import annotations
 
@@ -7,23 +7,33 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from edgc.errors import UserError
 from experiments.common import files as file_tools
-from experiments.data import prepare as module
+from experiments.data import folder as module
 from experiments.data import tokenizer
 from experiments.data.__main__ import find_config
 from experiments.data.corpus import SPLITS, HuggingFaceText, open_source
-from experiments.data.folder import check_config, load_info, texts
-from experiments.data.prepare import prepare
+from experiments.data.folder import (
+    FILES,
+    INDEX_CACHE,
+    check_config,
+    check_indices,
+    check_whole,
+    load_info,
+    prepare,
+    texts,
+)
 from experiments.spec import matrix
 from experiments.spec.settings import DataConfig
 
@@ -58,7 +68,6 @@ def test_every_document_is_stored_whole_in_one_split(tmp_path: Path, config: Dat
     out = tmp_path / "data" / "toy"
     info = prepare(config, out, show=False)
     assert info == load_info(out)
-    assert info.source == "folder"
     reader = tokenizer.load(out / "tokenizer.json")
     recorded = rows(out)
     assert len({row["path"] for row in recorded}) == len(recorded) == 120
@@ -76,42 +85,32 @@ def test_every_document_is_stored_whole_in_one_split(tmp_path: Path, config: Dat
             assert (row["tokens"], row["bytes"]) == (len(ids), len(original.encode()))
         assert info.tokens[split] == stored.sequence_lengths.sum()
         assert info.bytes[split] == sum(int(str(row["bytes"])) for row in expected)
-    assert 0.1 < sum(info.tokens.values()) / sum(info.bytes.values()) < 1.0
     assert not [path for path in out.parent.iterdir() if path.name not in ("toy", ".toy.lock")]
 
 
-def test_second_time_does_nothing_and_changes_are_noticed(tmp_path: Path, config: DataConfig) -> None:
+def test_only_damage_and_other_text_or_settings_are_prepared_again(tmp_path: Path, config: DataConfig) -> None:
     out = tmp_path / "toy"
     first = prepare(config, out, show=False)
     before = listing(out)
     assert prepare(config, out, show=False) == first
     assert listing(out) == before
     assert prepare(config, tmp_path / "again", show=False).fingerprint == first.fingerprint
-
+    for name in ("train.bin", "data.yaml"):
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(content[:-2])
+        assert prepare(config, out, show=False) == first
+        assert (out / name).read_bytes() == content
     # Same size and same time stamp, other content: only a digest notices.
     path = tmp_path / "corpus" / "doc0003.txt"
     stamp = path.stat()
-    content = path.read_bytes()
-    path.write_bytes(content.swapcase())
+    path.write_bytes(path.read_bytes().swapcase())
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    second = prepare(config, out, show=False)
-    assert second.fingerprint != first.fingerprint
-    assert listing(out)["train.bin"] != before["train.bin"]
-    smaller = prepare(config.model_copy(update={"vocab_size": 280}), out, show=False)
-    assert smaller.vocab_size == 280
-
-
-@pytest.mark.parametrize("name", ["train.bin", "validation.idx", "documents.jsonl", "tokenizer.json", "data.yaml"])
-def test_damaged_folder_is_prepared_again(tmp_path: Path, config: DataConfig, name: str) -> None:
-    out = tmp_path / "toy"
-    first = prepare(config, out, show=False)
-    content = (out / name).read_bytes()
-    if name == "train.bin":
-        (out / name).write_bytes(content[:-2])
-    else:
-        (out / name).unlink()
-    assert prepare(config, out, show=False) == first
-    assert (out / name).read_bytes() == content
+    assert prepare(config, out, show=False).fingerprint != first.fingerprint
+    smaller = config.model_copy(update={"vocab_size": 280})
+    with pytest.raises(UserError, match=r"data.vocab_size = 280, but the folder was prepared with 300"):
+        check_config(load_info(out), smaller, out)
+    check_config(load_info(out), config.model_copy(update={"path": "elsewhere"}), out)
+    assert prepare(smaller, out, show=False).vocab_size == 280
 
 
 def test_texts_are_regenerated_and_a_changed_source_is_refused(tmp_path: Path, config: DataConfig) -> None:
@@ -125,12 +124,10 @@ def test_texts_are_regenerated_and_a_changed_source_is_refused(tmp_path: Path, c
     assert next(texts(out, "test")), "line by line: the file may have gigabytes"
     (out / "documents.jsonl").write_text((out / "documents.jsonl").read_text().removesuffix("no row\n"))
     victim = sorted(found["test"])[-1]
-    (tmp_path / "corpus" / victim).write_text("something else")
-    with pytest.raises(UserError, match="source has changed since the test split"):
-        list(texts(out, "test"))
-    (tmp_path / "corpus" / victim).unlink()
-    with pytest.raises(UserError, match="source has changed since the test split"):
-        list(texts(out, "test"))
+    for change in (lambda file: file.write_text("something else"), Path.unlink):
+        change(tmp_path / "corpus" / victim)
+        with pytest.raises(UserError, match="source has changed since the test split"):
+            list(texts(out, "test"))
     assert {document.path for document in texts(out, "validation")} == found["validation"]
 
 
@@ -236,6 +233,9 @@ def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(tmp_path: Path, mo
 
 
 def test_too_little_space_is_said_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
+    # Two copies of 9.04 G tokens of two bytes, and 8 M documents' names and indices.
+    assert module.space_needed(whole, open_source(whole)) == pytest.approx(37.9e9, rel=0.01)
     config, out = web(tmp_path / "rows", 10), tmp_path / "data" / "toy"
     monkeypatch.setattr(module, "space_needed", lambda *_: 10**18)
     with pytest.raises(UserError, match=r"1000000000\.0 GB are needed, .* GB are free"):
@@ -243,29 +243,85 @@ def test_too_little_space_is_said_before_anything_is_done(tmp_path: Path, monkey
     assert [path.name for path in out.parent.iterdir()] == [".toy.lock"]
 
 
-def test_openwebtext_needs_about_forty_gigabytes() -> None:
-    config = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
-    # Two copies of 9.04 G tokens of two bytes, and 8 M documents' names and indices.
-    assert module.space_needed(config, open_source(config)) == pytest.approx(37.9e9, rel=0.01)
-    half = config.model_copy(update={"max_documents": 4_006_884})
-    assert module.space_needed(half, open_source(half)) == pytest.approx(19e9, rel=0.01)
-
-
-def test_check_config_names_the_key(tmp_path: Path, config: DataConfig) -> None:
-    info = prepare(config, tmp_path / "toy", show=False)
-    check_config(info, config.model_copy(update={"path": "elsewhere"}), tmp_path / "toy")
-    with pytest.raises(UserError, match=r"data.vocab_size = 500, but the folder was prepared with 300"):
-        check_config(info, config.model_copy(update={"vocab_size": 500}), tmp_path / "toy")
-
-
-def test_the_first_run_with_a_path_has_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_found_by_name_and_the_first_run_with_a_path_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (DataConfig(source="stdlib", path="two", max_documents=number) for number in (1, 2))
     studies = {name: [SimpleNamespace(data=data)] for name, data in (("a", first), ("b", second))}
     monkeypatch.setattr(matrix, "all_runs", lambda _: (studies, {}))
     assert find_config("ci", "two") == first
 
-
-def test_settings_are_found_by_name() -> None:
+    monkeypatch.undo()
     assert find_config("ci", "stdlib") == DataConfig(source="stdlib", path="stdlib")
     with pytest.raises(UserError, match=r"no data.path = 'absent' at scale ci .*known: .*stdlib"):
         find_config("ci", "absent")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prepare(write_corpus(folder / "corpus"), folder / "toy", show=False)
+    return folder / "toy"
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    shutil.copytree(prepared, tmp_path / "toy")
+    return tmp_path / "toy"
+
+
+def test_a_file_that_is_cut_short_altered_or_missing_is_named(folder: Path) -> None:
+    info = load_info(folder)
+    for name in FILES:
+        path, content = folder / name, (folder / name).read_bytes()
+        check_whole(folder, info)
+        path.write_bytes(content[:-1])
+        with pytest.raises(UserError, match=f"prepared data is damaged: {name} has ") as caught:
+            check_whole(folder, info)
+        assert f"(in {path})" in str(caught.value) and f"delete the folder {folder} " in str(caught.value)
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        check_whole(folder, info, checksums=False)
+        with pytest.raises(UserError, match=f"{name} has another content than was written"):
+            check_whole(folder, info)
+        path.unlink()
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            check_whole(folder, info)
+        path.write_bytes(content)
+
+
+def test_every_cut_and_every_flipped_bit_of_data_yaml_is_found(folder: Path) -> None:
+    path = folder / "data.yaml"
+    content = path.read_bytes()
+    for end in range(0, len(content), 7):
+        flipped = content[:end] + bytes([content[end] ^ (1 << end % 8)]) + content[end + 1 :]
+        for spoiled in (content[:end], flipped):
+            path.write_bytes(spoiled)
+            with pytest.raises(UserError):
+                check_whole(folder, load_info(folder))
+    path.write_text("format: 0\n")
+    with pytest.raises(UserError, match="format 0, not 1"):
+        load_info(folder)
+    path.write_bytes(content.partition(b"\n")[2])
+    with pytest.raises(UserError, match=r"an earlier version wrote data\.yaml.*experiments\.data prepare"):
+        load_info(folder)
+    path.unlink()
+    with pytest.raises(UserError, match=r"prepared data is missing.*experiments\.data prepare"):
+        load_info(folder)
+
+
+def test_a_sample_order_that_is_cut_short_is_named(folder: Path) -> None:
+    index = folder / INDEX_CACHE / "one"
+    index.mkdir(parents=True)
+    for name, array in {"a": numpy.arange(100), "b": numpy.zeros((50, 2), dtype=numpy.int32)}.items():
+        numpy.save(index / f"{name}.npy", array)
+    (folder / INDEX_CACHE / ".building-x").mkdir()
+    (folder / INDEX_CACHE / ".building-x" / "half.npy").write_bytes(b"")
+    check_indices(folder)
+    for name in ("a.npy", "b.npy"):
+        path = index / name
+        content = path.read_bytes()
+        for cut in (1, len(content) - 20, len(content)):
+            path.write_bytes(content[: len(content) - cut])
+            with pytest.raises(UserError, match=f"{name} is cut short") as caught:
+                check_indices(folder)
+            assert str(caught.value).endswith(f"delete the folder {index}: it is made again")
+        path.write_bytes(content)
+    check_indices(folder)

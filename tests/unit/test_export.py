@@ -51,7 +51,7 @@ def build(run: RunConfig) -> Any:
     return model.eval()
 
 
-def save(model: Any, run: RunConfig, folder: Path, fingerprint: str, status: str = "ok") -> Path:
+def save(model: Any, run: RunConfig, folder: Path, prepared: Path) -> Path:
     """A finished run folder as training writes it."""
     from megatron.core import dist_checkpointing
 
@@ -60,9 +60,9 @@ def save(model: Any, run: RunConfig, folder: Path, fingerprint: str, status: str
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(checkpoint))
     described = run.model_dump(mode="json")
     (checkpoint / "run.yaml").write_text(yaml.safe_dump(described))
-    record = described | {"provenance": {"data_fingerprint": fingerprint}}
+    record = described | {"provenance": {"data_fingerprint": load_info(prepared).fingerprint}}
     (folder / "run.yaml").write_text(yaml.safe_dump(record))
-    (folder / "status").write_text(status + "\n")
+    (folder / "status").write_text("ok\n")
     return folder
 
 
@@ -78,25 +78,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fingerprint(prepared: Path) -> str:
-    return load_info(prepared).fingerprint
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, fingerprint: str) -> Path:
-    return save(build(settings()), settings(), tmp_path_factory.mktemp("runs") / "none-s3", fingerprint)
+def finished(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
+    return save(build(settings()), settings(), tmp_path_factory.mktemp("runs") / "none-s3", prepared)
 
 
 @pytest.mark.parametrize(("activation", "tied"), [("gelu", True), ("gelu", False), ("gelu_tanh", True)])
-def test_exported_folder_computes_the_same_logits(
-    activation: str, tied: bool, tmp_path: Path, prepared: Path, fingerprint: str
-) -> None:
+def test_exported_folder_computes_the_same_logits(activation: str, tied: bool, tmp_path: Path, prepared: Path) -> None:
     run = settings(activation=activation, tie_embeddings=tied)
     model = build(run)
-    summary = export.export(save(model, run, tmp_path / "run", fingerprint), prepared, tmp_path / "out")
+    summary = export.export(save(model, run, tmp_path / "run", prepared), prepared, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert exported.config.activation_function == {"gelu": "gelu", "gelu_tanh": "gelu_new"}[activation]
-    assert (tmp_path / "out" / "model.safetensors").is_file()
     tokens = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(9))
     mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
     with torch.no_grad():
@@ -147,25 +139,6 @@ def test_different_logits_publish_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_query_key_value_rows_are_regrouped() -> None:
-    heads, width, hidden = 2, 3, 6
-    marks = [100 * kind + 10 * head + i for head in range(heads) for kind in range(3) for i in range(width)]
-    state = build(settings(hidden=hidden, heads=heads, layers=1)).state_dict()
-    state["decoder.layers.0.self_attention.linear_qkv.bias"] = torch.tensor(marks, dtype=torch.float32)
-    weights = gpt2_weights(state, heads, 8)
-    # Row 100*kind + 10*head + i of Megatron's order [head][kind][i] must end up in order [kind][head][i].
-    bias = weights["transformer.h.0.attn.c_attn.bias"].tolist()
-    assert bias == [100 * kind + 10 * head + i for kind in range(3) for head in range(heads) for i in range(width)]
-
-
-def test_run_without_model_keeps_its_place(tmp_path: Path, fingerprint: str, prepared: Path) -> None:
-    folder = save(build(settings()), settings(), tmp_path / "none-s3", fingerprint, status="diverged")
-    shutil.rmtree(folder / "checkpoint")
-    summary = export.export(folder, prepared, tmp_path / "out")
-    assert (summary["status"], summary["model"]) == ("diverged", False)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
-
-
 def edit(path: Path, section: str, **values: Any) -> None:
     content = yaml.safe_load(path.read_text())
     content[section] |= values
@@ -190,6 +163,14 @@ BAD = {
 }
 
 
+def test_run_without_model_keeps_its_place(finished: Path, prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint"))
+    (tmp_path / "run" / "status").write_text("diverged\n")
+    summary = export.export(tmp_path / "run", prepared, tmp_path / "out")
+    assert (summary["status"], summary["model"]) == ("diverged", False)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_changes_nothing(case: str, finished: Path, prepared: Path, tmp_path: Path) -> None:
     run = tmp_path / "none-s3"
@@ -201,9 +182,6 @@ def test_bad_input_is_one_line_and_changes_nothing(case: str, finished: Path, pr
     with pytest.raises(UserError, match=message):
         export.export(run, prepared, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_other_vocabulary_is_refused(finished: Path) -> None:
     with pytest.raises(UserError, match="384 embedding rows do not fit 500 tokens"):
         export.load_model(finished / "checkpoint", settings(), 500)
 
@@ -226,12 +204,12 @@ def test_cut_weights_are_refused_before_they_are_read(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "run.json"])
-def test_a_cut_export_is_refused(finished: Path, prepared: Path, tmp_path: Path, name: str) -> None:
+def test_a_cut_export_is_refused(finished: Path, prepared: Path, tmp_path: Path) -> None:
     out = tmp_path / "models" / "none-s3"
     export.export(finished, prepared, out)
     assert read_model(out).digest
-    (out / name).write_bytes((out / name).read_bytes()[:-3])
-    with pytest.raises(UserError, match=f"exported model is damaged: {name} is cut short") as caught:
-        read_model(out)
-    assert f"delete the folder {out.parent} " in str(caught.value)
+    for name, problem in (("model.safetensors", "has "), ("run.json", "is cut short")):
+        (out / name).write_bytes((out / name).read_bytes()[:-3])
+        with pytest.raises(UserError, match=f"exported model is damaged: {name} {problem}") as caught:
+            read_model(out)
+        assert f"delete the folder {out.parent} " in str(caught.value)

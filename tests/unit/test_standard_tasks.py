@@ -20,15 +20,14 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
 from filelock import FileLock
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from edgc.errors import UserError
 from experiments.data.tokenizer import train_bpe
-from experiments.evaluation import evaluate, standard_data, standard_tasks
+from experiments.evaluation import evaluate, standard_tasks
 from experiments.spec.task_catalogue import STANDARD, lm_eval_version, standard_task
 from tests.unit.hub_stand_in import REPOSITORIES, Hub, serve
+from tests.unit.test_evaluate import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(STANDARD)
@@ -102,7 +101,7 @@ class Place:
         return self.offline.call("experiments.evaluation.evaluate", *options)
 
     def record(self) -> dict[str, Any]:
-        path = self.home / "datasets" / standard_data.RECORD
+        path = self.home / "datasets" / standard_tasks.RECORD
         tasks: dict[str, Any] = json.loads(path.read_text())["tasks"]
         return tasks
 
@@ -111,30 +110,11 @@ class Place:
             return list(csv.DictReader(handle))
 
 
-def make_model(folder: Path) -> None:
-    words = [text for configs in REPOSITORIES.values() for text in [json.dumps(configs)]]
-    train_bpe(iter(words), 400).save(folder / "tokenizer.json")
-    end = "<|endoftext|>"
-    fast = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), bos_token=end, eos_token=end, pad_token="[PAD]"
-    )
-    torch.manual_seed(1)
-    size = fast.backend_tokenizer.get_vocab_size()
-    shape = {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
-    GPT2LMHeadModel(GPT2Config(vocab_size=size, bos_token_id=0, eos_token_id=0, **shape)).save_pretrained(
-        folder / MODEL
-    )
-    fast.save_pretrained(folder / MODEL)
-    facts = {"study": "methods", "run": MODEL, "variant": "none", "label": "none", "seed": 1}
-    facts |= {"scale": "paper", "method": "none", "status": "ok", "model": True}
-    (folder / MODEL / "run.json").write_text(json.dumps(facts))
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("place")
-    (root / "models").mkdir()
-    make_model(root / "models")
+    train_bpe(map(json.dumps, REPOSITORIES.values()), 400).save(root / "tokenizer.json")
+    save_model(root / "models" / MODEL, root / "tokenizer.json", 1, n_positions=128, initializer_range=0.3)
     with serve() as hub:
         found = Place(root, hub)
         yield found
@@ -209,10 +189,7 @@ def test_evaluation_without_network_and_what_is_done_again(place: Place) -> None
     assert "data of 1 standard task cannot be used: copa: not in the cache" in err
     code, out, err = place.online.prefetch("piqa", "copa")
     assert code == 0, err
-    assert [line.split(": ")[:2] for line in out.splitlines()] == [
-        ["piqa", "already there"],
-        ["copa", "fetched"],
-    ]
+    assert [line.split(": ")[:2] for line in out.splitlines()] == [["piqa", "already there"], ["copa", "fetched"]]
     code, out, err = place.evaluate(*first, "copa")
     assert "1 evaluations done, 5 taken" in out, err
     assert {row["documents"] for row in place.table() if row["task"] == "copa"} == {"3"}
@@ -235,14 +212,14 @@ def edit(path: Path) -> None:
 
 
 def recorded_as(home: Path, **values: str) -> None:
-    path = home / "datasets" / standard_data.RECORD
+    path = home / "datasets" / standard_tasks.RECORD
     content = json.loads(path.read_text())
     content["tasks"]["race"] |= values
     path.write_text(json.dumps(content))
 
 
 RACE = "EleutherAI___race/high/0.0.0/*"
-ROWS, RECORD = f"{RACE}/race-test.arrow", standard_data.RECORD
+ROWS, RECORD = f"{RACE}/race-test.arrow", standard_tasks.RECORD
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent": (lambda home: shutil.rmtree(home / "datasets"), "race: not in the cache"),
     "no record": (lambda home: only(home, RECORD).unlink(), "race: in the cache, but not recorded"),
@@ -261,16 +238,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_what_is_wrong_with_the_cache_is_one_line_with_the_command(
-    case: str,
-    place: Place,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil, message = DAMAGE[case]
     shutil.copytree(place.home / "datasets", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    assert len(standard_data.read_standard(["race", "copa"])) == 2
+    assert len(standard_tasks.read_standard(["race", "copa"])) == 2
     spoil(tmp_path)
     for name, value in evaluate.OFFLINE.items():  # put back at the end
         monkeypatch.setenv(name, value)
@@ -278,11 +251,8 @@ def test_what_is_wrong_with_the_cache_is_one_line_with_the_command(
     with pytest.raises(SystemExit) as stop:
         evaluate.app(options, standalone_mode=False)
     assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
-    assert standard_data.PREFETCH in error
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and message in error and standard_tasks.PREFETCH in error
     assert not (tmp_path / "out").exists()
 
 
@@ -324,7 +294,7 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
     assert out.startswith("openbookqa: not fetched: task openbookqa has zero documents")
     assert "boolq: fetched: " in out
     assert err.splitlines()[-1].startswith("error: 1 of 2 tasks were not fetched: openbookqa")
-    recorded = json.loads((tmp_path / "datasets" / standard_data.RECORD).read_text())["tasks"]
+    recorded = json.loads((tmp_path / "datasets" / standard_tasks.RECORD).read_text())["tasks"]
     assert set(recorded) == {"lambada_openai", "race", "piqa", "boolq"}
 
 
@@ -334,7 +304,7 @@ def test_an_intact_copy_is_recorded_again_without_network_and_a_cut_one_is_refus
     shutil.copytree(place.home / "datasets", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    task, before = standard_task("race"), standard_data.read_record()
+    task, before = standard_task("race"), standard_tasks.read_record()
     loaded = SimpleNamespace(
         eval_docs=evaluated_rows("race"),
         dataset={task.split: SimpleNamespace(cache_files=[{"filename": str(only(tmp_path, ROWS))}])},
@@ -344,12 +314,12 @@ def test_an_intact_copy_is_recorded_again_without_network_and_a_cut_one_is_refus
     monkeypatch.setattr(standard_tasks, "load", lambda _: loaded)
     recorded_as(tmp_path, version="0.0")  # as after an upgrade of lm-eval
     assert standard_tasks.fetch(task).startswith("recorded: version")
-    assert standard_data.read_record() == before
+    assert standard_tasks.read_record() == before
     only(tmp_path, RECORD).unlink()
     loaded.eval_docs = evaluated_rows("race")[:3]
     with pytest.raises(UserError, match="3 documents are in the cache, 4 were fetched"):
         standard_tasks.fetch(task)
-    assert not standard_data.read_record()
+    assert not standard_tasks.read_record()
 
 
 def test_a_failed_fetch_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,7 +327,7 @@ def test_a_failed_fetch_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         print("lm-eval says much")
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(standard_tasks, "task_manager", manager)
+    monkeypatch.setattr(evaluate, "task_manager", manager)
     with pytest.raises(UserError, match="ConnectionError: no route; check the network"):
         standard_tasks.load(standard_task("race"))
     assert capsys.readouterr() == ("", "")
@@ -366,10 +336,8 @@ def test_a_failed_fetch_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "abc.incomplete"
     folder.mkdir()
-    with (
-        FileLock(tmp_path / "abc_builder.lock"),
-        pytest.raises(UserError, match="another process"),
-    ):  # as `datasets` does
+    lock = FileLock(tmp_path / "abc_builder.lock")  # as `datasets` does
+    with lock, pytest.raises(UserError, match="another process"):
         standard_tasks.remove([folder])
     assert folder.is_dir()
     standard_tasks.remove([folder])
@@ -377,7 +345,6 @@ def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_name_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit):
         standard_tasks.check_command(tasks="arc_esy")
-    assert stop.value.code == 2
     assert capsys.readouterr().err == "error: unknown standard task 'arc_esy'; did you mean arc_easy?\n"

@@ -6,7 +6,6 @@ import ast
 import itertools
 import json
 import math
-import random
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from tokenizers import Tokenizer
 from experiments.data.tokenizer import train_bpe
 from experiments.evaluation.tasks import continuation, make, syntax
 from experiments.evaluation.tasks.text import Row, Text
+from tests.unit.test_evaluate import corpus
 
 MODULES = [f"{name}.py" for name in ("ast", "bisect", "calendar", "cmd", "csv", "json/decoder", "queue", "textwrap")]
 
@@ -148,9 +148,7 @@ def test_a_preference_for_passages_without_the_context_is_right_once_in_four(see
 
 
 def test_texts_without_python_have_no_syntax_task(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    draw = random.Random(0)
-    common = ["the", "and", "self", "is", "in", "not", "to", "of", "for", "none", "or", "as"]
-    words = [(f"{k}.txt", "".join(" ".join(draw.choices(common, k=12)) + "\n" for _ in range(30))) for k in range(20)]
+    words = [text for text in corpus() if text[0].endswith(".txt")]
     (tmp_path / "edgc_syntax.yaml").write_text("of an earlier time")
     make.make(words, tokenizer, tmp_path, seed=0, fingerprint=None)
     manifest = json.loads((tmp_path / "tasks.json").read_text())

@@ -9,22 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from edgc.errors import UserError
 from experiments.data import tokenizer as module
 from experiments.data.corpus import Document
-from experiments.data.tokenizer import (
-    MIN_VOCABULARY,
-    SPECIAL_TOKENS,
-    TextTokenizer,
-    encode_documents,
-    load,
-    load_gpt2,
-    train_bpe,
-)
+from experiments.data.tokenizer import SPECIAL_TOKENS, TextTokenizer, encode_documents, load, load_gpt2, train_bpe
 
 TEXTS = [f"def function_{number}(value):\n    return value * {number}\n" for number in range(300)]
 TRAINED = train_bpe(TEXTS, 400)
@@ -32,6 +24,7 @@ TRAINED = train_bpe(TEXTS, 400)
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+@example("a <|endoftext|> b [MASK] c")
 def test_any_text_survives_a_round_trip(text: str) -> None:
     (ids,) = TRAINED.encode([text])
     assert ids[-1] == TRAINED.end_of_text
@@ -39,20 +32,14 @@ def test_any_text_survives_a_round_trip(text: str) -> None:
     assert not {TRAINED.special_tokens[token] for token in SPECIAL_TOKENS} & set(ids[:-1])
 
 
-def test_special_tokens_come_first_and_are_not_read_from_text() -> None:
+def test_special_tokens_come_first() -> None:
     assert TRAINED.special_tokens == {token: number for number, token in enumerate(SPECIAL_TOKENS)}
     assert TRAINED.vocab_size == 400
-    text = "a <|endoftext|> b [MASK] c"
-    (ids,) = TRAINED.encode([text])
-    assert ids.count(TRAINED.end_of_text) == 1
-    assert TRAINED.special_tokens["[MASK]"] not in ids
-    assert TRAINED.decode(ids) == text
 
 
 def test_bad_tokenizers_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.vocab_size = 200 is too small") as caught:
+    with pytest.raises(UserError, match=r"data.vocab_size = 200 is too small.*use at least 261"):
         train_bpe(TEXTS, 200)
-    assert str(MIN_VOCABULARY) in str(caught.value)
     with pytest.raises(UserError, match="tokenizer is missing"):
         load(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -111,9 +98,7 @@ def encoded(folder: Path | None, documents: list[Document] = DOCUMENTS) -> list[
 def test_shards_hold_what_the_tokenizer_gives(tmp_path: Path) -> None:
     assert encoded(tmp_path) == encoded(None) == TRAINED.encode(TEXTS[:95])
     assert len(list(tmp_path.iterdir())) == 10
-    assert [document.path for document, _ in encode_documents(iter(DOCUMENTS), TRAINED, np.uint16, tmp_path, 10)] == [
-        document.path for document in DOCUMENTS
-    ]
+    assert [document for document, _ in encode_documents(DOCUMENTS, TRAINED, np.uint16, tmp_path, 10)] == DOCUMENTS
 
 
 def flip(content: bytes, place: int | None = None) -> bytes:
@@ -121,14 +106,16 @@ def flip(content: bytes, place: int | None = None) -> bytes:
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-def unknown_compression(content: bytes) -> bytes:
-    """In zip's directory."""
-    return flip(content, content.find(b"PK\1\2") + 10)
+DAMAGE: list[Callable[[bytes], bytes | None]] = [
+    flip,
+    lambda content: flip(content, content.find(b"PK\1\2") + 10),  # an unknown compression, in zip's directory
+    lambda content: content[:-9],
+    lambda _: None,
+    lambda _: b"",
+]
 
 
-@pytest.mark.parametrize(
-    "damage", [flip, unknown_compression, lambda content: content[:-9], lambda _: None, lambda _: b""]
-)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_only_missing_damaged_and_other_shards_are_made_again(
     tmp_path: Path, damage: Callable[[bytes], bytes | None]
 ) -> None:

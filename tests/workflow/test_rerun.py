@@ -143,7 +143,7 @@ def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and "data" not in plan
         assert plan["rank_sweep_tables"] == plan["runs"] == 1
-    with edited(finished.path / "experiments" / "data" / "prepare.py", code, code + "ANSWER = 42\n"):
+    with edited(finished.path / "experiments" / "data" / "folder.py", code, code + "ANSWER = 42\n"):
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and plan["data"] == 1
     figure = finished.path / "paper_figures" / "rank_sweep.py"

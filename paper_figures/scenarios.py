@@ -1,22 +1,39 @@
-"""Step time that each method saves on clusters beyond the paper's, simulated, by bandwidth."""
+"""Step time that each method saves on other clusters and where stages or links are not alike: simulated."""
 
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import inputs, style, texts
+from paper_figures import inputs, names, style, texts
 
-TABLES = ("break_even/table.csv",)
-CAPTION = """\
+TABLES = {
+    "break_even": ("break_even/table.csv",),
+    "disturbances": ("break_even/disturbances.csv",),
+}
+CAPTION = {
+    "break_even": """\
 **Beyond the paper's clusters, simulated.** Nothing here was measured; the model, its GPUs and assumptions
 are those of ``gpt2_12p1b_h100``. What each method saves of a training step against uncompressed fp32 with
 as much overlap, by the bandwidth of a node, or of the link between two sites. More GPUs change little,
 since each replica keeps its batch; a mixture of experts gains less, since tokens travel uncompressed; a
 slow link between sites gains most. bf16, int8 and int4 of every entry need no low rank. Bandwidths at which
-1, 5 and 16.13 % are saved: ``break_even/break_even.csv``."""
+1, 5 and 16.13 % are saved: ``break_even/break_even.csv``.""",
+    "disturbances": """\
+**Stages and links that are not alike, simulated.** Share of the step that each method saves on the 12.1B
+cluster where the links or the devices of one stage are slower, or links are congested for a while. EDGC's
+ranks are those of its controller, told the entropy of a recorded run; beside it, the same run without
+measuring times again, and without alignment.""",
+}
 STUDY = "break_even"
 LABELS = {"bf16": "bf16", "int8": "int8", "int4": "int4", "edgc": "EDGC, mean rank"}
+# EDGC's controller as it is, and kept from one of the things that it does: (label, marker).
+CONTROLLERS = {
+    "edgc": ("EDGC, recorded entropy", "D"),
+    "edgc_measured_once": ("EDGC, times measured once", "^"),
+    "edgc_unaligned": ("EDGC, not aligned", "v"),
+}
 
 
 def label(method: str) -> str:
@@ -35,7 +52,7 @@ def title(table: pd.DataFrame, case: list[str]) -> str:
     return f"SIMULATED: {name} saves most {won}{edgc}"
 
 
-def draw(results: Path) -> Figure:
+def break_even(results: Path) -> Figure:
     """A panel per cluster: reductions after backward; how far those beside it are from that is said below."""
     table = inputs.read(results, STUDY)
     ways = table.pivot(index=["cluster", "method", "gbits_per_second"], columns="overlap", values="saved_percent")
@@ -68,3 +85,35 @@ def draw(results: Path) -> Figure:
     )
     words = title(table, ["cluster", "overlap", "gbits_per_second"])
     return texts.finish(fig, axes, words, note, style.handles(axes[0]), columnspacing=2.0)
+
+
+def disturbances(results: Path) -> Figure:
+    """A row per case, a marker per method; reductions after backward, and beside it."""
+    table = inputs.read(results, STUDY, "disturbances.csv")
+    assert set(table["kind"]) == {"simulated"}
+    table = table[table["method"] != "none"]
+    cases = list(table["label"].unique())
+    fig, axes = style.figure(1, 2, height=0.5 * len(cases) + 2.9, sharey=True)
+    for ax, overlap in zip(axes, (False, True), strict=True):
+        disturbed(ax, table[table["overlap"] == overlap], cases)
+        ax.set(title=f"SIMULATED:\n{'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
+    names.name_rows(fig, axes, cases, what="disturbance")
+    note = (
+        f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "
+        "where nothing else is said. Of the uncompressed step with the same disturbance, mean over the run. EDGC: "
+        f"ranks of its controller if entropy moves as in a small run that was recorded; scale {results.name}"
+    )
+    return texts.finish(fig, axes, title(table, ["case", "overlap"]), note, style.handles(axes[0]), columnspacing=2.0)
+
+
+def disturbed(ax: Axes, table: pd.DataFrame, cases: list[str]) -> None:
+    methods = list(table["method"].unique())
+    for index, method in enumerate(methods):
+        rows = table[table["method"] == method].set_index("label").loc[cases]
+        look = style.by_name("edgc" if method in CONTROLLERS else method)
+        name, marker = CONTROLLERS.get(method) or (label(method), look.marker)
+        # Methods of nearly the same saving beside each other.
+        places = [place + 0.45 * index / (len(methods) - 1) - 0.1 for place in range(len(cases))]
+        marks = look._replace(marker=marker).marks(filled=method not in ("int8", *list(CONTROLLERS)[1:]))
+        ax.plot(rows["saved_percent"], places, markersize=4.5, label=name, **marks)
+    ax.set_xlim(0, 100)
