@@ -116,7 +116,7 @@ def bucketed(variant: str) -> tuple[str, int]:
 def options(variant: str, rank: int) -> Options:
     """Options of the variant's :class:`experiments.bench.gpt.Trainer`."""
     name, bucket_mb = bucketed(variant)
-    found = {"hook": "edgc", **OURS[name]} if name in OURS else {"hook": "torch" if name == TORCH else "dense"}
+    found: Options = {"hook": "edgc", **OURS[name]} if name in OURS else {"hook": "torch" if name == TORCH else "dense"}
     if name == TORCH or found.get("method") == "powersgd":
         found["rank"] = rank
     return found | ({"bucket_mb": bucket_mb} if bucket_mb != BUCKET_MB else {})

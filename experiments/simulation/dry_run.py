@@ -110,9 +110,8 @@ def as_table(rows: list[dict[str, Any]], title: str, shape: GPTShape, *, every_r
     table = Table(*columns, title=title)
     for row in rows:
         kept = sum(row[f"bytes_{key}"] for key in (*sizes[:4], "error_feedback", "buffers"))
-        numbers = [f"{size / GIB:.2f}" for size in map(
-            (row | {"bytes_work": max(0, row["bytes_total"] - kept)}).get, (f"bytes_{key}" for key in sizes)
-        )]  # fmt: skip
+        shown = row | {"bytes_work": max(0, row["bytes_total"] - kept)}
+        numbers = [f"{shown[f'bytes_{key}'] / GIB:.2f}" for key in sizes]
         place = [str(row["tensor"]), str(row["data"]), "1"]
         if not every_rank:
             place = [f"0-{shape.tensor - 1}", f"0-{shape.data - 1}", str(row["ranks_alike"])]
