@@ -149,9 +149,9 @@ class ActivationCompressor:
         if self._scratch.numel() < size or self._scratch.device != g.device:  # which all streams share
             self._scratch = torch.empty(size, dtype=torch.float32, device=g.device)
         m = self._scratch[:size].view(g.shape).copy_(g)
-        gradient_sq = input_sq = square_sums([m[None]])[0]
+        gradient_sq = input_sq = square_sums([m[None]])[0][0]
         if error is not None:
-            input_sq = square_sums([m.add_(error)[None]])[0]
+            input_sq = square_sums([m.add_(error)[None]])[0][0]
         message, ok = layout.empty(g.device), input_sq.isfinite()
         p, q = layout.split(message)
         if not way.decides or ok:
@@ -167,7 +167,7 @@ class ActivationCompressor:
             return message.fill_(math.nan)
         received = torch.empty_like(g, memory_format=torch.contiguous_format)
         layout.reconstruct(message, received)
-        error_sq = square_sums([m.sub_(received)[None]])[0]
+        error_sq = square_sums([m.sub_(received)[None]])[0][0]
         if error is not None:
             self.errors[name] = torch.where(ok, m, error, out=error)
         way.keep([right[None]], [factor[None]], ok)
