@@ -82,27 +82,27 @@ def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_rep
     assert repeatable(launcher.finish(values)) == before
 
 
-def test_a_run_that_only_skips_steps_diverges(launcher: Launcher) -> None:
-    """The first update leaves weights at which the loss overflows."""
-    train = {"lr": 1e30, "iterations": 60, "eval_interval": 60}
-    folder = launcher.finish(changed(variant="overflow", train=train), "diverged")
+def test_a_diverging_run_and_one_that_only_skips_steps_end_with_their_status(launcher: Launcher) -> None:
+    hot = changed(variant="hot", train={"lr": 100.0, "iterations": 60, "eval_interval": 60})
+    folder = launcher.finish(hot, "diverged")
+    assert json.loads((folder / "summary.json").read_text())["status"] == "diverged"
+    # The first update leaves weights at which the loss overflows.
+    folder = launcher.finish(changed(variant="overflow", train={**hot["train"], "lr": 1e30}), "diverged")
     skipped = [step["skipped"] for step in read_events(folder / "metrics.jsonl", "step")]
     assert skipped[-20:] == [True] * 20 and (len(skipped) == 20 or not skipped[-21])
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == sum(skipped)
 
 
-def test_a_failure_is_named_while_the_run_goes_on_to_diverge(launcher: Launcher) -> None:
+def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
     """A learning rate that rises until the loss leaves its best, under compression."""
     values = changed(
         variant="signature",
         parallel={"pipeline": 1, "data": 2},
         compression={"method": "powersgd", "rank": 1, "window": 4},
-        train={"lr": 10.0, "lr_warmup_fraction": 0.9, "iterations": 1100, "eval_interval": 1100},
+        train={"lr": 1.5, "lr_warmup_fraction": 0.9, "iterations": 80, "eval_interval": 80},
     )
     code, stderr = launcher.run(values)
     assert code == 0, stderr
-    assert (launcher.path(values) / "status").read_text() == "diverged\n"
-    assert json.loads((launcher.path(values) / "summary.json").read_text())["status"] == "diverged"
     events = read_events(launcher.path(values) / "metrics.jsonl")
     found = [event for event in events if event["event"] == "signature" and event["signature"] == "diverging"]
     assert found, [event["loss"] for event in events if event["event"] == "step"]
