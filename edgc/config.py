@@ -161,7 +161,7 @@ class EDGCConfig(Settings):
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
-        """From the settings that a run was recorded with: those that its method could not use are left out.
+        """Build from the settings that a run was recorded with; those that its method could not use are left out.
 
         Earlier versions let such settings pass, without an effect.
         """

@@ -1,1 +1,1 @@
-"""What is run: studies, scales and the programs of one job. Rules under ``workflows/`` decide how and when."""
+"""Studies, scales and the programs of one job. Rules under ``workflows/`` decide how and when."""

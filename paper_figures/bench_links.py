@@ -72,7 +72,7 @@ def label(method: str) -> str:
 
 
 def finding(table: pd.DataFrame, rates: list[float]) -> str:
-    """In words: the quickest method over the slowest link, and whether any beats dense averaging without a limit."""
+    """Sentence on the quickest method over the slowest link, and whether any beats dense averaging without a limit."""
     fine = table[(table["status"] == "ok") & (table["hook"] != "compute")]
     slow, free = (fine[fine["mbit_per_s"] == rate] for rate in (rates[0], rates[-1]))
     text = f"Quickest at {rates[0]:g} Mbit/s: {label(str(slow.loc[slow['seconds'].idxmin(), 'method']))}."
@@ -124,7 +124,7 @@ def bench_race(results: Path) -> Figure:
 
 
 def quickest(summary: pd.DataFrame, rates: list[float]) -> str:
-    """In words: the quickest at the slowest link and at the fastest; of methods whose seeds overlap no one is."""
+    """Sentence on the quickest at the slowest link and at the fastest; of methods whose seeds overlap no one is."""
     words = []
     for rate in (rates[0], rates[-1]):
         rows = summary[summary["mbit_per_s"] == rate]

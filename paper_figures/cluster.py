@@ -147,7 +147,7 @@ def name_traces(ax: Axes, traces: pd.DataFrame) -> None:
 
 
 def finding(table: pd.DataFrame, traces: pd.DataFrame) -> str:
-    """In words: what of the communication EDGC saves with the recorded entropies, over all bandwidths, and bf16."""
+    """Sentence on the share of communication that EDGC saves by recorded entropies and bandwidths, and bf16."""
     saved, plain = traces[SAVED].dropna(), table.loc[table["method"] == "bf16", SAVED]
     if saved.empty:
         return "SIMULATED: time of gradient averaging by bandwidth"

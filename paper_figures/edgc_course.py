@@ -64,7 +64,7 @@ def entropies(ax: Axes, curves: pd.DataFrame) -> None:
 
 
 def finding(curves: pd.DataFrame) -> str:
-    """In words: in how many of the runs the rank of a stage falls, and in how many one rises again."""
+    """Sentence on the number of runs in which the rank of a stage falls, and in which one rises again."""
     moves = []
     for _, run in curves.groupby(["variant", "seed"]):
         steps = run[columns_of(curves, "rank")].ffill().diff()
@@ -75,7 +75,7 @@ def finding(curves: pd.DataFrame) -> str:
 
 
 def course(curves: pd.DataFrame) -> str:
-    """In words: which ranks all stages and seeds used."""
+    """Sentence on which ranks all stages and seeds used."""
     ranks = curves[columns_of(curves, "rank")].stack().dropna()
     if ranks.empty:
         return "never compressed"

@@ -98,7 +98,7 @@ def entropy_trend(results: Path) -> Figure:
 
 
 def moved(rows: pd.DataFrame) -> str:
-    """In words: how far the histogram entropy, mean over seeds, has moved in the second half of the run."""
+    """Sentence on how far the histogram entropy, mean over seeds, has moved in the second half of the run."""
     mean = rows.groupby("iteration")["entropy_histogram"].mean().dropna()
     if len(mean) < 2:
         return "not known"
@@ -173,7 +173,7 @@ def entropy_conditions(results: Path) -> Figure:
 
 
 def rises(table: pd.DataFrame) -> str:
-    """In words: in how many runs the entropy rose again, by the rule of the table."""
+    """Sentence on the number of runs in which the entropy rose again, by the rule of the table."""
     rose = (table["rises_again"] == "yes").sum()
     return f"Entropy falls, and rises again in {rose} of {len(table)} runs"
 
@@ -227,7 +227,7 @@ def entropy_moments(results: Path) -> Figure:
 
 
 def kurtosis(trend: pd.DataFrame) -> str:
-    """In words: how far from normal the layers' gradients are."""
+    """Sentence on how far from normal the layers' gradients are."""
     layers = trend[trend["group"] == "<layers>"].groupby(["variant", "iteration"])["excess_kurtosis"].mean().dropna()
     if layers.empty:
         return "Shape of the gradient distribution"

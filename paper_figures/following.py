@@ -288,7 +288,7 @@ def policies_settings(results: Path) -> Figure:
 
 
 def times_won(tables: dict[str, pd.DataFrame]) -> str:
-    """In how many of the settings EDGC beats the fixed rank that sends as many bytes."""
+    """Number of the settings in which EDGC beats the fixed rank that sends as many bytes."""
     against = [row for rows in tables.values() if (row := against_fixed_rank(rows)) is not None]
     known = [row for row in against if pd.notna(row["difference_high"])]
     if not known:

@@ -90,7 +90,7 @@ def draw(results: Path, name: str) -> Figure:
 
 
 def finding(curves: pd.DataFrame, plain: str) -> str:
-    """In words: how far from uncompressed training the variants end."""
+    """Sentence on how far from uncompressed training the variants end."""
     last = curves.groupby("variant")["iteration"].transform("max")
     late = curves[(curves["iteration"] > 0.95 * last) & (curves["variant"] != plain)]
     ends = late.groupby("variant")["above"].mean().dropna()
@@ -131,7 +131,7 @@ def look_of(variants: pd.DataFrame, variant: str) -> tuple[str, Any]:
 
 
 def legend_columns(looks: dict[str, Look]) -> int:
-    """As many columns of a legend as fit a column of a page."""
+    """Number of columns of a legend that fit a column of a page."""
     longest = max(len(label) for label, _, _ in looks.values())
     return 3 if longest < 17 else 2 if longest < 26 else 1
 

@@ -64,7 +64,7 @@ def draw(results: Path) -> Figure:
 
 
 def finding(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
-    """In words: the method of fewest bytes that loses no more than EDGC; where most are not decided, that alone."""
+    """Sentence on the method of fewest bytes that loses no more than EDGC; where most are not decided, that alone."""
     verdicts = shown.loc[shown["method"] != "none", "verdict"]
     times = {word: int((verdicts == word).sum()) for word in VERDICTS}
     if 2 * times[NOT_DECIDED] <= len(verdicts):
@@ -109,7 +109,7 @@ def cut_off(ax: Axes, drawn: pd.DataFrame) -> None:
 
 
 def off_the_scale(rows: pd.DataFrame) -> str:
-    """In words: the variants that are not drawn, with what they lose and send."""
+    """Sentence on the variants that are not drawn, with what they lose and send."""
     words = [f"{row['label']} {row['gap_nats_mean']:.2f} nats at {100 * row['bytes_ratio_mean']:.1f} %"
              for _, row in rows.sort_values("gap_nats_mean").iterrows()]  # fmt: skip
     return f"Above the scale: {', '.join(words)}." if words else ""

@@ -47,7 +47,7 @@ def _alike(row: pd.Series, other: pd.Series) -> bool:
 
 
 def finding(rows: pd.DataFrame) -> str:
-    """In words: the method of fewest bytes that loses no more than EDGC; without EDGC, no more than the margin."""
+    """Sentence on the method of fewest bytes that loses no more than EDGC; without EDGC, no more than the margin."""
     rows = rows.sort_values("bytes_ratio_mean")
     percent = 100 * rows["bytes_ratio_mean"]
     if not rows["edgc"].any():

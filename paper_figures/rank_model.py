@@ -77,7 +77,7 @@ def draw(results: Path) -> Figure:
 
 
 def finding(errors: pd.DataFrame) -> str:
-    """In words: how far both forms of CQM are off at the end of training, against PowerSGD's error."""
+    """Sentence on how far both forms of CQM are off at the end of training, against PowerSGD's error."""
     rows = errors[(errors["kind"] == LAYERS) & (errors["ranks"] == "above") & (errors["actual"] == "powersgd")]
     last = rows[rows["window"] == rows["window"].max()].groupby("predictor")["ratio_median"].median()
     if not {"iid", "anchored"} <= set(last.index):

@@ -57,7 +57,7 @@ def draw(results: Path) -> Figure:
 
 
 def finding(table: pd.DataFrame) -> str:
-    """In words: the perplexity at the lowest and at the highest rank, and without compression."""
+    """Sentence on the perplexity at the lowest and at the highest rank, and without compression."""
     fine = table[table["status"] == "ok"]
     means = fine.groupby("rank")["validation_perplexity"].mean()
     if means.empty:

@@ -73,7 +73,7 @@ def draw(results: Path) -> Figure:
 
 
 def finding(fine: pd.DataFrame, cost: pd.DataFrame) -> str:
-    """In words: what the smallest share of iterations and entries that ran costs and how well it agrees."""
+    """Sentence on what the smallest share of iterations and entries that ran costs and how well it agrees."""
     least = fine.groupby(["alpha", "beta"])["cc"].mean().dropna().sort_index()
     if least.empty:
         return "What sampling costs and saves"

@@ -68,7 +68,7 @@ def stage_spread(results: Path) -> Figure:
 
 
 def finding(table: pd.DataFrame) -> str:
-    """In words, to go on in a sentence: how long after the first stage the last one ends, equal ranks and DAC."""
+    """End of a sentence: how long after the first stage the last one ends, equal ranks and DAC."""
     equal, dac = (1e3 * table.loc[name, "spread_seconds"] for name in ("equal", "dac"))
     return f"the last stage ends {dac:.0f} ms after the first with DAC, {equal:.0f} ms with equal ranks"
 

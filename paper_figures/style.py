@@ -156,8 +156,8 @@ def family(name: str) -> Family:
 
 
 def by_name(name: str) -> Family:
-    """As :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``, ``powersgd_r32_int4``,
-    ``edgc_cqm_int8``."""
+    """Family as :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``,
+    ``powersgd_r32_int4``, ``edgc_cqm_int8``."""
     for dtype in FACTOR_BITS.keys() - {"fp32"}:
         if name.startswith(f"factors_{dtype}") or (name.startswith("powersgd") and name.endswith(f"_{dtype}")):
             return FAMILIES[f"factors_{dtype}"]

@@ -96,7 +96,7 @@ def window_ablation(results: Path) -> Figure:
 
 
 def agreement(table: pd.DataFrame) -> str:
-    """In words: how well the sampled entropy follows the full one after warm-up, over windows of each length."""
+    """Sentence on how well the sampled entropy follows the full one after warm-up, over windows of each length."""
     means = table[table["status"] == "ok"].groupby("window")["cc_after_warmup"].mean().dropna()
     if means.empty:
         return "Sampled and full entropy by window length"
@@ -140,7 +140,7 @@ def window_correlation(results: Path) -> Figure:
 
 
 def growth(means: pd.DataFrame) -> str:
-    """In words: whether CC grew with the samples in a window, where that was measured at ``ALPHA``."""
+    """Sentence on whether CC grew with the samples in a window, where that was measured at ``ALPHA``."""
     rows = means[(means["alpha"] == ALPHA) & (means["kind"] == "measured")].sort_values(["span", "samples"])
     courses = [span["cc_mean"].dropna() for _, span in rows.groupby("span")]
     if any(len(course) > 1 for course in courses) and all(course.is_monotonic_increasing for course in courses):

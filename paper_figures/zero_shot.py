@@ -70,7 +70,7 @@ def draw(results: Path) -> Figure:
 
 
 def finding(rows: pd.DataFrame) -> str:
-    """In words: how many of the gaps drawn are on par with uncompressed and how many differ."""
+    """Sentence on how many of the gaps drawn are on par with uncompressed and how many differ."""
     known = rows["verdict"].dropna()
     par, other = (known == "on par").sum(), (known == "different").sum()
     rest = len(known) - par - other

@@ -1,4 +1,4 @@
-"""Whether a result was made of the inputs that are there: judged by content, never by the time of a file.
+"""Freshness of a result, made of the inputs that are there or not: judged by content, never by the time of a file.
 
 Of an input that is younger than a result, as any is after ``cp -r`` or ``scp``, Snakemake compares the checksum with
 the one on record. Of results that came without Snakemake's records, or whose records are of an earlier version,

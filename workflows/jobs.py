@@ -22,7 +22,7 @@ STOP_SECONDS = 10.0  # from asking a process to end until it is killed
 
 
 def _others() -> Iterator[psutil.Process]:
-    """All processes but this one and those it was started by."""
+    """Processes but this one and those it was started by."""
     this = psutil.Process()
     lineage = {this, *this.parents()}
     return (process for process in psutil.process_iter() if process not in lineage)

@@ -140,7 +140,7 @@ def run_states(folder: Path, scale: str) -> dict[Path, str]:
 
 
 def kept_words(folder: Path, scale: str) -> str:
-    """What an interrupted workflow keeps, in one line."""
+    """Sentence on what an interrupted workflow keeps, in one line."""
     states = run_states(folder, scale)
     newest = {path: RunFolder(path).newest_checkpoint() for path, state in states.items() if not state}
     going_on = [f"{p.parent.name}/{p.name} goes on from {n.name}" for p, n in newest.items() if n is not None]
@@ -150,7 +150,7 @@ def kept_words(folder: Path, scale: str) -> str:
 
 
 def closing_words(folder: Path, scale: str) -> list[str]:
-    """Where the results are, and which runs did not end well."""
+    """Sentence on where the results are, and which runs did not end well."""
     lines = []
     for name, pattern in PLACES.items():
         paths = [path for path in folder.glob(pattern) if path.is_file()]

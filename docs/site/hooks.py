@@ -90,7 +90,7 @@ def on_post_build(config: Any) -> None:
 
 
 def _width(path: Path) -> int:
-    """On the screen, in CSS pixels: a figure's print size times 1.4, for it is made to be read 8 cm wide."""
+    """Width on the screen, in CSS pixels: a figure's print size times 1.4, for it is made to be read 8 cm wide."""
     inches = int.from_bytes(path.read_bytes()[16:20], "big") / DOTS_PER_INCH  # the header of a PNG
     return round(1.4 * 96 * inches)
 

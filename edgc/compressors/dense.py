@@ -143,7 +143,7 @@ class BF16Config(ConstantConfig):
 
 
 class BF16(Compressor):
-    """All gradients of fp32 in one bfloat16 message, half their bytes; others as they are.
+    """Send gradients of fp32 in one bfloat16 message, half their bytes; others as they are.
 
     Every entry is rounded to 8 significant bits before it is sent, after each of the W - 1 additions, and after the
     division by W: a relative error of at most 2**-9 each. Nothing is kept, so the rounding is lost; the statistics

@@ -63,7 +63,7 @@ class Powers:
     def pack(
         self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """As :meth:`edgc.compressors.quantization.Blocks.pack`; an entry that is not finite stays so."""
+        """Pack as :meth:`edgc.compressors.quantization.Blocks.pack`; an entry that is not finite stays so."""
         out.zero_()
         exponents, signs = self._views(out)
         for begin in range(0, x.numel(), _CHUNK):

@@ -243,7 +243,7 @@ class Controller:
         """Change what the report changes; adds ``reasons`` and further fields of a decision to ``facts``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next decisions depend on, in JSON's types (every float finite)."""
+        """State that the next decisions depend on, in JSON's types (every float finite)."""
         return {
             "format": _FORMAT,
             "phase": self.phase,

@@ -226,7 +226,7 @@ class GivenConfig(PolicyConfig):
 
     @property
     def ranks_given(self) -> tuple[int, ...]:
-        """All ranks that stage 0 has in the course of a run."""
+        """Ranks that stage 0 has in the course of a run."""
         return tuple(rank for _, rank in self.table)
 
     def upper_rank(self, limit: int) -> int:

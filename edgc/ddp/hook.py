@@ -227,7 +227,7 @@ class Handle:
 
     @property
     def _memory(self) -> dict[str, list[int]]:
-        """In which order the dimensions of parameters lie in memory, the one of the largest stride first, where that is
+        """Order in which the dimensions of parameters lie in memory, the one of the largest stride first, where that is
         not the usual one and error feedback lies as they do."""
         orders = {}
         for parameter, name in self._names.items():
@@ -331,7 +331,7 @@ class Handle:
         return True
 
     def _averaged(self, future: torch.futures.Future[Tensor]) -> None:
-        """All buckets are averaged, and DDP is about to copy them to where they belong."""
+        """Note that all buckets are averaged, and that DDP is about to copy them to where they belong."""
         try:
             future.wait()
         except Exception as error:

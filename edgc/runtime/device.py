@@ -64,7 +64,7 @@ class HostCopy:
             self._arrived = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Any:
-        """Its plain values, as of ``Tensor.tolist``."""
+        """Plain values, as of ``Tensor.tolist``."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor.tolist()

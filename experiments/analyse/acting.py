@@ -1,4 +1,4 @@
-"""What a policy decided, and whether it did anything: of one that did not, a run says nothing.
+"""Decisions of a policy, and whether it acted: of one that did not, a run says nothing.
 
 A policy whose rank stays where it was trains exactly as a fixed rank does, and comparing the two compares nothing. So
 a verdict on a policy counts only where it acted: in at least two thirds of the seeds at least three ranks were in use,
@@ -65,7 +65,7 @@ def differ(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def decision_columns(run: Run) -> dict[str, Any]:
-    """How often the controller decided and moved, where it went, whether it kept its limits, and whether it acted."""
+    """Counts of decisions and moves of the controller, where it went, and whether it kept its limits and acted."""
     decisions = policy_decisions(run)
     rows = [ranks(event) for event in decisions]
     limits = [(as_float(event.get("r_min")), as_float(event.get("r_max"))) for event in decisions]
@@ -86,7 +86,7 @@ def decision_columns(run: Run) -> dict[str, Any]:
 
 
 def _pursuit(run: Run, decisions: Sequence[Mapping[str, Any]], used: Sequence[float]) -> dict[str, float]:
-    """How stage 0's rank keeps up with the policy.
+    """Columns of how stage 0's rank keeps up with the policy.
 
     ``share_limited``: of the decisions that asked for a rank, those whose rank (within r_min and r_max) was more than
     the step limit away. ``lag_ranks``: the mean distance of the rank that was in use in a window from the rank that the

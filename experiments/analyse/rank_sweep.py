@@ -74,7 +74,7 @@ def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
 
 
 def least(times: pd.DataFrame, seconds: pd.Series) -> pd.DataFrame:
-    """Of each stage and rank the row of the seed that took least: other work on the machine only adds time.
+    """Rows of the seed that took least, for each stage and rank: other work on the machine only adds time.
 
     Args:
         times: a row per stage and run, with columns ``stage`` and ``rank`` (nan: uncompressed).

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def iterations(self) -> int:
-        """As many as were wanted."""
+        """Number of iterations wanted."""
         return int(self.config["train"]["iterations"])
 
     @cached_property
@@ -187,7 +187,7 @@ def load_run(path: Path) -> Run:
 
 
 def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
-    """All runs of a study in the order of ``names`` (the study's matrix), or every run folder sorted by name.
+    """Load the runs of a study in the order of ``names`` (the study's matrix), or every run folder sorted by name.
 
     Raises:
         UserError: when the folder or one of the named runs is missing, or there is no run at all.

@@ -172,7 +172,7 @@ def correlations(run: Run, settings: EDGCConfig) -> Iterator[dict[str, Any]]:
 
 
 def first_stage(run: Run) -> tuple[pd.DataFrame, Shapes]:
-    """Of stage 0 the entropy, mean of its matrices weighted by size: a row an iteration, a column a rule; and the
+    """Entropy of stage 0, mean of its matrices weighted by size: a row an iteration, a column a rule; and the
     shapes of its matrices."""
 
     def mean(part: pd.DataFrame) -> float:

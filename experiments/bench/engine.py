@@ -205,7 +205,7 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
 
 
 def _section(plan: Plan, data: Measurements, groups: dict[str, Group], base: Key, advance: Advance) -> None:
-    """All rounds at one rank and number of threads."""
+    """Rounds at one rank and number of threads."""
     keys: list[tuple[Group, Key]] = []
     alone, first = base.network == ALONE, groups[plan.allocators[0]]
     for allocator, group in groups.items():

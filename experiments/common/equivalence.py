@@ -1,4 +1,4 @@
-"""What all studies mean by a spread and by a difference: intervals, t and sign test, two one-sided t tests (that a
+"""Spread and difference, as all studies mean them: intervals, t and sign test, two one-sided t tests (that a
 difference is smaller than a margin, which no test of "no difference" can show), and the seeds that they need.
 
 Standard deviations have n - 1 in the denominator; intervals are 95 % Student t intervals of the mean over seeds, and
@@ -54,7 +54,7 @@ def load_equivalence(path: Path = PATH) -> Equivalence:
 
 
 def loss_margin() -> float:
-    """Of the validation loss, in nats."""
+    """Margin of the validation loss, in nats."""
     return load_equivalence().margins["validation_loss"].margin
 
 

@@ -24,7 +24,7 @@ def while_starting() -> None:
 
 
 def while_training() -> None:
-    """From here on the first interrupt kills the ranks and raises ``KeyboardInterrupt``; further ones are ignored.
+    """Let the first interrupt from here on kill the ranks and raises ``KeyboardInterrupt``; further ones are ignored.
 
     The elastic agent would hand the signal on and wait half a minute for ranks that are deep in a collective. They
     have nothing to save: what a run goes on from lies in its checkpoints. Python's own handler is set anew even where

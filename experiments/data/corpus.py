@@ -244,7 +244,7 @@ def open_source(config: DataConfig) -> Source:
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """All files below ``folder`` with one of ``suffixes``, sorted by their path inside it."""
+    """Files below ``folder`` with one of ``suffixes``, sorted by their path inside it."""
     kinds = ", ".join(suffixes)
     if not folder.is_dir():
         fix = f"create the folder with {kinds} files or correct data.dataset"

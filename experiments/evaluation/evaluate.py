@@ -61,7 +61,7 @@ class Work(NamedTuple):
 
 
 def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
-    """Everything that decides the outcome of one evaluation."""
+    """Inputs that decide the outcome of one evaluation."""
     versions = {name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "tokenizers", "torch")}
     settings = {"bootstrap_iters": BOOTSTRAP, "seed": SEED, "dtype": DTYPE, "batch_size": batch_size}
     total = digest(model.digest, task.digest, task.name, json.dumps([settings, versions], sort_keys=True))

@@ -1,4 +1,4 @@
-"""From a Megatron checkpoint to a Hugging Face GPT-2 folder that `transformers` and `lm_eval` load.
+"""Export of a Megatron checkpoint as a Hugging Face GPT-2 folder that `transformers` and `lm_eval` load.
 
 The checkpoint of any tensor and pipeline split is read in one process, into one unsplit model; that model and
 the exported one must give the same logits, or nothing is published.

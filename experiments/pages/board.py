@@ -73,7 +73,7 @@ def _sources(kept: Kept) -> dict[str, str]:
 
 
 def rows(kept: Kept) -> Iterator[dict[str, Any]]:
-    """All rows, study by study, in the order of the tables."""
+    """Rows, study by study, in the order of the tables."""
     for name, file in _sources(kept).items():
         table = kept.table(f"{name}/{file}")
         if table is None:

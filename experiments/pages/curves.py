@@ -70,5 +70,5 @@ def run(rows: pd.DataFrame, chosen: np.ndarray, variant: int) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float | None:
-    """With ``DIGITS`` significant digits; None where it is not finite."""
+    """Round to ``DIGITS`` significant digits; None where it is not finite."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

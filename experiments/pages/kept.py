@@ -63,7 +63,7 @@ class Kept:
         return self.root.parent.name == "reference"
 
     def link(self, path: Path, name: str | None = None) -> Link:
-        """To a file or folder that exists."""
+        """Link to a file or folder that exists."""
         return Link(name or path.name, Path(os.path.relpath(path.resolve(), self.out.resolve().parent)).as_posix())
 
     def table(self, relative: str) -> pd.DataFrame | None:
@@ -143,7 +143,7 @@ class Kept:
         return runs, sorted({int(seed) for seed in table["seed"]})
 
     def _provenance(self, name: str, study: Study) -> tuple[dict[str, Any], bool]:
-        """Of run folders, else what was kept with the study, else what was kept with all studies together."""
+        """Provenance of run folders, else what was kept with the study, else with all studies together."""
         try:
             return reference.provenance(self.root, list(study.needs or [name])), False
         except UserError:  # no run folder

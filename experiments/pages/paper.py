@@ -158,7 +158,7 @@ class PageParts:
         return f"{text}\n\nWhat each verdict rests on:\n\n" + "\n".join(rests) if notes and rests else text
 
     def acted(self, *runs: tuple[str, ...]) -> str:
-        """In how many seeds a policy acted; each of ``runs`` is a study, a scale and variants (by default all)."""
+        """Number of seeds in which a policy acted; each of ``runs`` is a study, a scale and variants (default: all)."""
         lines = []
         for study, scale, *variants in runs:
             path = KEPT / scale / study / "table.csv"

@@ -244,7 +244,7 @@ def rendered(template: Path) -> str:
 
 
 def templates() -> list[Path]:
-    """All templates, in the order of their names."""
+    """Templates in the order of their names."""
     return sorted(TEMPLATES.rglob("*.md"))
 
 

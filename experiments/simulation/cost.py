@@ -126,7 +126,7 @@ class Model:
 
     @cached_property
     def memory(self) -> dict[Hashable, Any]:
-        """What was computed from the model, which never changes, and is not to be computed again."""
+        """Memory of what was computed from the model, which never changes."""
         return {}
 
     def assuming(self, section: str, key: str, value: Any) -> Model:
@@ -137,7 +137,7 @@ class Model:
         return replace(self, cluster=self.cluster.model_copy(update={section: part}))
 
     def parts(self, stage: StageShard) -> Sequence[tuple[Model, StageShard]]:
-        """What is reduced apart, each over the replicas of its own model."""
+        """Parts that are reduced apart, each over the replicas of its own model."""
         return ((self, stage),)
 
     @property
@@ -160,7 +160,7 @@ class Model:
         return all_gather_seconds(size, self.shape.data, self.latency, self.link(stage))
 
     def _reduced(self, stage: StageShard, messages: Sequence[int], compress: float = 0.0) -> Cost:
-        """Of messages reduced one after another, and ``compress`` seconds of a device at full speed."""
+        """Seconds of messages reduced one after another, and ``compress`` seconds of a device at full speed."""
         seconds = sum(self._reduce(size, stage) for size in messages)
         return Cost(sum(messages), seconds, compress / self.speed(stage), len(messages) * self._reduce(0.0, stage))
 
@@ -233,7 +233,7 @@ class Model:
         return stage.active_weights
 
     def speed(self, stage: StageShard) -> float:
-        """Of this stage's devices, as a share of that of the ``gpu`` section."""
+        """Speed of this stage's devices, as a share of that of the ``gpu`` section."""
         return self.devices[stage.stage] if self.devices else 1.0
 
     def exchange(self, stage: StageShard) -> float:

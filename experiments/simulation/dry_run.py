@@ -65,7 +65,7 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
 def rows(
     study: str, scale: str, memory: int, *, method: str | None, rank: int, every_rank: bool
 ) -> Iterator[dict[str, Any]]:
-    """All numbers, in bytes: a row for each method and pipeline stage of ``study``, or for each rank of it.
+    """Rows of all numbers, in bytes: one for each method and pipeline stage of ``study``, or for each rank of it.
 
     The first rank of a stage stands for all: every tensor-parallel shard has the same shapes, and every replica the
     same parameters.

@@ -98,7 +98,7 @@ def stand_in_for_cuda() -> None:
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As on a GPU, where a mask of one byte an entry is kept; elsewhere it would be of the input's type."""
+    """Dropout as on a GPU, where a mask of one byte an entry is kept; elsewhere it would be of the input's type."""
     return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
 
 
@@ -141,7 +141,7 @@ class Step:
 
     @property
     def kept(self) -> int:
-        """What is held between two steps."""
+        """Memory that is held between two steps."""
         return self.parameters + self.gradients + self.optimizer + self.error_feedback + self.buffers
 
     @property
@@ -248,7 +248,7 @@ class VirtualRank:
             gc.collect()
 
     def _attach(self, chunks: list[Any]) -> Attachment:
-        """As :func:`edgc.megatron.attach`, with the other stages' answers to its one question from the placement."""
+        """Attach as :func:`edgc.megatron.attach`; the placement gives the other stages' answers to its one question."""
         run, least = self.run, self.run.edgc.min_compression_elements
 
         def gather_objects(answer: Any, group: Any = None) -> list[Any]:
@@ -305,7 +305,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _masters(chunk: Any, optimizer: Any) -> int:
-    """Of parameters that the optimizer keeps copies of from its making on, in bytes."""
+    """Bytes of parameters that the optimizer keeps copies of from its making on."""
     parameters = {p.untyped_storage()._cdata for p in chunk.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     return _bytes([p for p in stepped if p.untyped_storage()._cdata not in parameters])

@@ -1,4 +1,4 @@
-"""From study and scale files to the list of runs. Imports no torch: Snakemake calls it for every plan.
+"""List of runs, from study and scale files. Imports no torch: Snakemake calls it for every plan.
 
 A study file (all keys: :class:`experiments.spec.study.Study`)::
 
@@ -114,7 +114,7 @@ def load_scale(scale: str) -> Scale:
 
 
 def runs(study: str, scale: str) -> list[RunConfig]:
-    """All runs, in the order of the file, a variant's seeds together, ``more_seeds`` after ``seeds``.
+    """Runs in the order of the file, a variant's seeds together, ``more_seeds`` after ``seeds``.
 
     Raises:
         UserError: naming the key, the file and the fix.

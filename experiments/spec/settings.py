@@ -251,7 +251,7 @@ class LayerMatrices(NamedTuple):
 
 
 def layer_matrices(hidden: int, ffn_hidden: int | None = None) -> LayerMatrices:
-    """Of a layer of width ``hidden``; its feed-forward part is ``ffn_hidden`` wide, four times that where not given."""
+    """Matrices of a layer of width ``hidden``; its feed-forward part is ``ffn_hidden`` wide (default: fourfold)."""
     inner = ffn_hidden or 4 * hidden
     return LayerMatrices((3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner))
 

@@ -1,4 +1,4 @@
-"""Everything a rank builds before its first iteration: process groups, model, optimizer, schedule, EDGC."""
+"""Building of all that a rank needs before its first iteration: process groups, model, optimizer, schedule, EDGC."""
 
 from __future__ import annotations
 

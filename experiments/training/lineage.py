@@ -1,4 +1,4 @@
-"""Everything that a run takes over: another run's ranks or warm-up, or its own checkpoint. Imports no torch.
+"""Lineage of a run, which it takes over: another run's ranks or warm-up, or its own checkpoint. Imports no torch.
 
 Whether ranks that follow the entropy are worth more than others is asked of the same ranks in another order: they send
 the same bytes, at other times, and follow nothing.
@@ -95,7 +95,7 @@ def in_order(ranks: Sequence[int], follows: FollowsConfig, seed: int) -> list[in
 
 
 def checkpoint_settings(run: RunConfig, fingerprint: str | None) -> dict[str, Any]:
-    """All settings of a run, in JSON's types, with the fingerprint of its prepared data."""
+    """Settings of a run, in JSON's types, with the fingerprint of its prepared data."""
     settings = run.model_dump(mode="json")
     settings["data"]["fingerprint"] = fingerprint
     return settings

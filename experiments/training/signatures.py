@@ -247,7 +247,7 @@ _Verdict = tuple[dict[str, float | int], str] | tuple[()] | None
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the median of values with a normal core, from their median absolute deviation."""
+    """Standard error of the median of values with a normal core, from their median absolute deviation."""
     middle = median(values)
     return 1.2533 * 1.4826 * median(abs(value - middle) for value in values) / math.sqrt(len(values))
 

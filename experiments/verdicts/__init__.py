@@ -1,1 +1,1 @@
-"""What came out, held against the paper and against earlier results."""
+"""Results, held against the paper and against earlier results."""

@@ -102,7 +102,7 @@ def _by_variant(rows: pd.DataFrame, text: Callable[[pd.DataFrame], str]) -> list
 
 
 def _acted(rows: pd.DataFrame, relative: str) -> tuple[bool, str]:
-    """Whether the policy of finished runs acted, and why that is said; what is not known counts as not."""
+    """True if the policy of finished runs acted, with the reason; what is not known counts as not."""
     if not acting.recorded(rows):
         return False, f"{relative} does not say whether the policy acted"
     did = acting.acted(rows) is True
@@ -154,7 +154,7 @@ def window_correlation(root: Path, span: str) -> Measured:
 
 
 def edgc_gap(root: Path) -> Measured:
-    """Whether EDGC (cqm) is on par with the uncompressed runs of the same seeds; the paper's factors are fp32."""
+    """Verdict on whether EDGC (cqm) is on par with uncompressed runs of its seeds; the paper's factors are fp32."""
     relative = "methods/table.csv"
     fine, lost = _finished(root, relative, method="edgc", policy="cqm", factor_dtype="fp32")
     values = numbers(fine["gap_nats"])
@@ -175,7 +175,7 @@ def edgc_gap(root: Path) -> Measured:
 
 
 def _blank(root: Path) -> str:
-    """What the comparison of methods shows of bf16, which changes rounding alone, and how many methods it judges."""
+    """Sentence on bf16 among the methods, which changes rounding alone, and on how many methods are judged."""
     try:
         table = read(root, "methods/summary.csv").set_index("variant")
     except Missing:
@@ -237,7 +237,7 @@ def entropy_trend(root: Path, architecture: str) -> Measured:
 
 
 def zero_centring(root: Path) -> Measured:
-    """Whether the share of entries near zero grew, per run."""
+    """Verdict on whether the share of entries near zero grew, per run."""
     relative = "entropy_trend/moments.csv"
     rows, lost = _finished(root, relative, group="<all>")
     rows = rows.dropna(subset=["centring"])
@@ -362,7 +362,7 @@ def cluster_training_time(root: Path) -> Measured:
 
 
 def extent(values: Sequence[float]) -> str:
-    """From the most that is saved to the least: ``-40 to -0.47``."""
+    """Range from the most that is saved to the least: ``-40 to -0.47``."""
     return f"{min(values):.4g} to {max(values):.4g}"
 
 
@@ -384,7 +384,7 @@ def _alike(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def account(measured: Measured, holds: Callable[[float], bool], number: float) -> str:
-    """Where the rule holds, and where ``number`` itself lies, by recorded entropy and at the rank assumed, in words."""
+    """Sentence on where the rule holds, and where ``number`` lies, by recorded entropy and at the rank assumed."""
     values, points = [float(value) for value in measured.values], dict[str, list[tuple[float, float]]]()
     for value, (name, gbits) in sorted(zip(values, measured.grid, strict=True), key=lambda item: item[1][1]):
         points.setdefault(name, []).append((gbits, value))

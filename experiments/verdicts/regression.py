@@ -122,7 +122,7 @@ def _text(values: dict[str, Any], key: str) -> str:
 
 
 def compare(check: Check, reference: pd.DataFrame, fresh: pd.DataFrame) -> list[Outcome]:
-    """All outcomes of one check on the selected rows of both tables; a check without rows is outside."""
+    """Outcomes of one check on the selected rows of both tables; a check without rows is outside."""
     name = f"{check.study}: {check.column}"
     if check.kind == "order":
         return [_ordered(check, name, reference, fresh)]

@@ -1,4 +1,4 @@
-"""Which code made each run: ``python -m experiments.verdicts.run_code --scale ci`` writes ``results/ci/runs.csv``.
+"""Code that made each run: ``python -m experiments.verdicts.run_code --scale ci`` writes ``results/ci/runs.csv``.
 
 A run is made again when the code of training changes (:func:`experiments.common.source.training_code`), unless it is
 kept on purpose; then this table says so.

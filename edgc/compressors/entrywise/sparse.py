@@ -103,7 +103,7 @@ def chosen(entries: int, density: float) -> int:
 
 
 def _examples(method: str, size: int) -> dict[str, Example]:
-    """Of entries of so many bytes: with one density, and with that which a warm-up begins with."""
+    """Examples for entries of so many bytes: with one density, and with that which a warm-up begins with."""
     dgc = {"density": 0.05, "momentum": 0.5, "density_warmup_steps": 3}
     return {
         method: Example(lambda m, n: size * chosen(m * n, 0.05), {"density": 0.05}),

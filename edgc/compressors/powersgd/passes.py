@@ -411,8 +411,8 @@ class Batched(RowBlocks):
         return list(replaced.split(counts))
 
     def orthonormalise(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """As :meth:`RowBlocks.orthonormalise` in a fixed sequence of operations: three passes in fp64, the first with a
-        shifted diagonal (shifted Cholesky-QR3: Fukaya et al., SIAM J. Sci. Comput. 42, 2020).
+        """Make orthonormal as :meth:`RowBlocks.orthonormalise`, in a fixed sequence of operations: three passes in
+        fp64, the first with a shifted diagonal (shifted Cholesky-QR3: Fukaya et al., SIAM J. Sci. Comput. 42, 2020).
 
         That needs a condition number below some 1e10, also where columns depend on each other or are zero: therefore
         fixed random columns are added first, of 1e-7 of the norm of every column, which is what fp32 rounds off anyway.

@@ -1,4 +1,4 @@
-"""What several tasks share: held-out texts, and the text before a place in one of them."""
+"""Parts that several tasks share: held-out texts, and the text before a place in one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the task files call: reading rows that lie beside this file, and perplexities.
+"""Functions that the task files call: reading rows that lie beside this file, and perplexities.
 
 This file is copied beside the generated JSONL, where lm-eval loads it by path, so it imports nothing of
 the project.
@@ -40,7 +40,7 @@ def rolling_results(doc: dict[str, Any], results: list[float]) -> dict[str, tupl
 
 
 def lastword_results(doc: dict[str, Any], results: list[tuple[float, bool]]) -> dict[str, Any]:
-    """Whether the word is the greedy answer, and (log-likelihood in nats, 1) for its perplexity.
+    """Score: 1 where the word is the greedy answer, else 0; and (log-likelihood in nats, 1) for its perplexity.
 
     With a weight, because lm-eval's own `perplexity` gets its standard error from a bootstrap, whose size the
     command line cannot set.
