@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from edgc.compressors import Channel, Gradient
 from edgc.compressors.powersgd import passes
 from edgc.compressors.powersgd.algorithm import PowerSGD
+from edgc.compressors.powersgd.simple import SimpleOneSided, SimplePowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
@@ -60,21 +61,18 @@ def total(tensors: Any) -> Tensor:
     ("world", "options"), [(1, {}), (3, {}), (2, {"orthonormal_q": True}), (2, {"one_sided": True})], ids=str
 )
 def test_agrees_with_the_papers_algorithm(world: int, options: dict[str, Any], on_gpu: bool) -> None:
-    """Vogels et al., NeurIPS 2019, algorithms 1 and 2 in fp64, for all workers in one place; one-sided a step finds one
-    factor, else both in turn."""
+    """In fp64: a step of ours is one of ``powersgd/simple.py``, with what it keeps and its norms."""
     shape, rank = (30, 50), 4
     workers = [power_sgd(min_elements=1, **options) for _ in range(world)]
-    factor, turned = random_factor(0, 1, "p0", shape[1], rank).double(), False
+    simple = (SimpleOneSided if workers[0].one_sided else SimplePowerSGD)(
+        random_factor(0, 1, "p0", shape[1], rank).double()
+    )
     errors = [torch.zeros(shape, dtype=torch.float64)] * world
     for step in range(10):
         gradients = [draw(w, step, shapes=[shape]) for w in range(world)]
-        inputs = [own[0].tensor.double() + error for own, error in zip(gradients, errors, strict=True)]
-        for _ in range(1 if workers[0].one_sided else 2):
-            basis = torch.linalg.qr(factor).Q
-            factors = [(m.T if turned else m) @ basis for m in inputs]
-            parts = [basis @ f.T if turned else f @ basis.T for f in factors]
-            factor, turned = torch.stack(factors).mean(0), not turned
-        mean, errors = torch.stack(parts).mean(0), [m - part for m, part in zip(inputs, parts, strict=True)]
+        local = [own[0].tensor.double() for own in gradients]
+        inputs = [gradient + error for gradient, error in zip(local, errors, strict=True)]
+        mean, errors = simple.reduce(local), simple.errors
         with masked_path(on_gpu):
             statistics = reduce_together(workers, gradients, rank)
         for worker, said, own, error, m in zip(workers, statistics, gradients, errors, inputs, strict=True):
