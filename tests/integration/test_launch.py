@@ -53,7 +53,9 @@ def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_rep
     assert not [pid for pid in ranks if runs(pid)], "its ranks must die with it"
 
     # One of its own ranks is killed: nothing is published.
+    deadline = time.monotonic() + 600
     while len(ranks_of(process.pid)) < 2 and process.poll() is None:
+        assert time.monotonic() < deadline, "it must start its ranks"
         time.sleep(0.1)
     wait_for_steps(folder, 3)
     os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)

@@ -366,10 +366,12 @@ def test_experts_are_redistributed_among_their_own_replicas(tmp_path: Path) -> N
     engines = [engine_state(rank) for rank in range(4)]
     for rank, engine in enumerate(engines):
         engine["compressor"]["velocities"] = {"dense": torch.full((3,), float(rank)), "expert": -rank * torch.ones(2)}
-    states = [{"engine": engine} for engine in engines]
+    states = [{"engine": engine, "more": 1} for engine in engines]
     saved_by(tmp_path, layout, list(zip(replicas(4, expert=2), states, strict=True)))
-    for place in replicas(2, expert=2):
-        found = state_of(tmp_path, read(tmp_path), {**layout, "world": 2, "data": 2}, place)["engine"]
+    for world, place in [(count, place) for count in (2, 8) for place in replicas(count, expert=2)]:
+        loaded = state_of(tmp_path, read(tmp_path), {**layout, "world": world, "data": world}, place)
+        found = loaded["engine"]
+        assert loaded["more"] == 1
         for kind in ("errors", "velocities"):
             saved, got = [engine["compressor"][kind] for engine in engines], found["compressor"][kind]
             torch.testing.assert_close(got["dense"], sum(each["dense"] for each in saved) / 4)

@@ -19,6 +19,7 @@ from edgc.control.policies.base import History, Means, WindowEnd
 from edgc.control.policies.cqm import CQM, CQMConfig
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.engine import Engine
+from edgc.entropy import on_device
 from edgc.entropy.estimators import estimate
 from edgc.entropy.meter import EntropyMeter, embeddings
 from edgc.errors import UserError
@@ -122,6 +123,28 @@ def test_nobody_waits_while_the_gradients_come_in_where_the_host_looks_at_no_val
             meter.add(1, gradients())
 
 
+def test_alike_gradients_are_taken_together_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = [Gradient(str(seed), gradients(seed)[1].tensor) for seed in range(3)]
+    taken, found, rows_of = [], [], on_device.estimate_rows
+
+    def counted(rows: torch.Tensor, estimator: str) -> torch.Tensor:
+        taken.append(len(rows))
+        return rows_of(rows, estimator)
+
+    monkeypatch.setattr(on_device, "estimate_rows", counted)
+    # All entries are measured at once, the samples, which are all here, at the end or when so many wait.
+    for most, at_once, in_all in ((1 << 24, [3], [3, 3]), (64 * 128, [1] * 6, [1] * 6)):
+        monkeypatch.setattr(on_device, "MOST", most)
+        taken.clear()
+        with masked_path():
+            meter = EntropyMeter(config(record_full_entropy=True))
+            meter.add(1, alike)
+            assert taken == at_once
+            found.append(meter.close().sampled)
+        assert taken == in_all
+    assert found[1] == pytest.approx(found[0], abs=1e-12)
+
+
 def test_nothing_measured_is_nan() -> None:
     found = EntropyMeter(config(), ["words"]).close()
     assert all(map(math.isnan, (found.sampled, found.layers, found.embeddings, found.embedding_share)))
@@ -209,6 +232,10 @@ def test_a_decision_says_what_it_would_have_been_within_the_noise() -> None:
     assert found.low is not None and found.target is not None and found.high is not None
     assert found.low < found.target < found.high
     assert "standard error of 0.0500" in found.reason
+    # As the docstring of CQMConfig says of the paper's largest model.
+    hidden, tensor = 3584, 4
+    layers = [(3 * hidden // tensor, hidden), (hidden, hidden // tensor), (hidden, hidden), (hidden, hidden)]
+    assert 12 < next_rank(StageModel(layers), 64, -2.0, -2.03) < 16
 
 
 @given(st.lists(st.floats(-0.2, 0.2), min_size=1, max_size=30), st.floats(0.001, 0.05))

@@ -116,13 +116,14 @@ def test_random_entries_are_different_and_evenly_spread(entries: int, k: int) ->
 
 def test_random_entries_change_from_step_to_step() -> None:
     compressor = RandomKConfig(density=0.05, min_compression_elements=1, error_feedback=False).build()
+    other = RandomKConfig(density=0.05, min_compression_elements=1, error_feedback=False, seed=1).build()
     sent = []
-    for _ in range(2):
+    for each in (compressor, compressor, other):
         gradient = Gradient("p", torch.ones(20, 20))
-        compressor.reduce([gradient], Channel(None), 4)
+        each.reduce([gradient], Channel(None), 4)
         assert int(gradient.tensor.sum()) == 20
         sent.append(gradient.tensor.clone())
-    assert not torch.equal(*sent)
+    assert not torch.equal(sent[0], sent[1]) and not torch.equal(sent[0], sent[2]), "nor are they those of another seed"
 
 
 # ------------------------------------------------------------------ the warm-up of the density
@@ -138,6 +139,16 @@ def test_the_density_falls_as_in_the_paper() -> None:
     constant = EDGCConfig(method="topk", density=0.3)
     assert isinstance(constant, SparseConfig)
     assert [constant.density_after(step) for step in (0, 1, 1000)] == [0.3] * 3
+
+
+def test_a_parameter_that_joins_later_has_a_warm_up_of_its_own() -> None:
+    compressors = made("topk")
+    for step in range(7):
+        reduce_together(compressors, [own[: 2 if step < 2 else 3] for own in everyone(step)], 4)
+        for name, since, size in (("a", 0, 1200), ("b", 2, 400)):
+            if step >= since:
+                share = 0.25 * (0.02 / 0.25) ** (min(step - since, 4) / 4)
+                assert int((compressors[0].errors[name] == 0).sum()) == chosen(size, share), (name, step)
 
 
 def test_the_cost_gate_times_the_density_after_the_warm_up() -> None:
@@ -245,7 +256,7 @@ def test_a_state_of_another_model_is_refused(rank: int | None) -> None:
 # ------------------------------------------------------------------ rounding at random
 
 
-@pytest.mark.parametrize("bits", [8, 5, 4, 2])
+@pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 2])
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     """1024 means of 400 within 6 typical standard errors; rounding to the nearest is far outside."""
     matrices = [torch.randn(16, 64, generator=torch.Generator().manual_seed(worker)) for worker in range(2)]

@@ -69,6 +69,7 @@ def test_installed_versions_are_those_of_the_lock() -> None:
 
 def test_another_torch_is_tried_with_the_tests_of_the_library() -> None:
     names = {path.stem for path in library_tests()}
-    assert {"test_entrywise", "test_powersgd", "test_entropy", "test_ddp", "test_doctor", "test_readme"} <= names
+    assert {"test_entrywise", "test_powersgd", "test_quantization", "test_entropy"} <= names
+    assert {"test_ddp", "test_doctor", "test_readme"} <= names
     # They need Megatron-Core, pandas, and what the pipeline needs.
     assert not names & {"test_checkpoint", "test_megatron", "test_analyse", "test_imports", "test_environment"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgc.compressors import Gradient
 from edgc.compressors.base import square_sum, square_sums
-from edgc.compressors.powersgd.passes import Batched, Group, RowBlocks
+from edgc.compressors.powersgd.passes import Batched, Group, RowBlocks, batch_view
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)
@@ -50,6 +50,24 @@ def test_what_a_narrow_gradient_cannot_hold_is_clamped_and_kept(passes: Any) -> 
     large = (torch.full((1, 4, 1), 1e3), torch.full((1, 1, 4), 1e3))
     run.store([x], [large], [large], [torch.zeros(1)], OK)
     assert (gradient == 65504).all() and (errors == 0 + -1e6 + 1e6 - 65504).all()
+
+
+def test_batch_view() -> None:
+    flat = draw(100)
+    even = [flat[start : start + 6].view(2, 3) for start in (4, 14, 24)]
+    view = batch_view(even)
+    assert view is not None
+    view += 1
+    assert all(torch.equal(part, whole) for part, whole in zip(even, view, strict=True))
+    for other in (
+        even[::-1],
+        [even[0], even[2], flat[40:46].view(2, 3)],
+        [flat[:6].view(2, 3), flat[3:9].view(2, 3)],  # they overlap
+        [even[0], draw(2, 3)],
+        [flat[:6].view(3, 2).T],
+        [even[0].double()],
+    ):
+        assert batch_view(other) is None
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 1e19, 1e30])

@@ -1,5 +1,5 @@
-"""PowerSGD beside the contract of all methods: against the paper's algorithm and torch's hook, one-sided turns, warm
-start, spectra, any matrix, memory."""
+"""PowerSGD beside the contract of all methods: against the paper's algorithm, one-sided turns, warm start, spectra,
+any matrix, memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from edgc.compressors.powersgd.simple import SimpleOneSided, SimplePowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
-from experiments.bench.engines import Mirror, TorchHook, name, views
-from tests.lockstep import reduce_together
+from tests.lockstep import Twin, reduce_together
 from tests.low_rank import power_sgd
 from tests.workers import same
 
@@ -82,22 +81,16 @@ def test_agrees_with_the_papers_algorithm(world: int, options: dict[str, Any], o
             assert float(said.input_sq) == pytest.approx(float(m.square().sum()), rel=1e-5)
 
 
-def test_agrees_with_torchs_hook() -> None:
-    """Same first Q, same rank; its error feedback is ours where there is one worker, and in the mean where there are
-    more (``unit/test_audit.py``)."""
-    shapes = [(30, 40), (40, 20), (30, 40)]
-    hook, worker = TorchHook(shapes, 4, None, torch.empty(0)), power_sgd(min_elements=1)
-    for step in range(20):
-        buffer = total(gradient.tensor for gradient in draw(0, step, shapes=shapes)).float()
-        theirs = buffer.clone()
-        hook.step(theirs)
-        worker.reduce([Gradient(name(i), view) for i, view in enumerate(views(buffer, shapes))], Channel(None), 4)
-        assert (buffer - theirs).norm() < 1e-4 * theirs.norm(), step
-
-
-def test_one_sided_the_known_factor_is_always_orthonormal() -> None:
+def test_one_sided_the_known_factor_is_always_orthonormal_else_as_asked() -> None:
     with pytest.raises(UserError, match="orthonormal_q"):
         power_sgd(one_sided=True, orthonormal_q=False)
+    found = []
+    for asked in (None, False):
+        worker = power_sgd(min_elements=64, factor_dtype="int8", orthonormal_q=asked)
+        for step in range(3):
+            worker.reduce(gradients := draw(0, step, shapes=[(40, 50)]), Channel(None), 4)
+        found.append(gradients[0].tensor)
+    assert not torch.equal(*found)
 
 
 # --------------------------------------------------------------------- what is not finite
@@ -214,6 +207,10 @@ def test_neither_buckets_nor_their_order_matter() -> None:
             apart.reduce(part, Channel(None), 4)
         assert torch.equal(total(g.tensor for g in one), total(g.tensor for g in other))
     assert same(together.state_dict(), apart.state_dict())
+    # The workspaces of cuts and ranks that are gone are gone as well.
+    assert len({id(work) for work in apart._workspaces.values()}) == 2
+    apart.reduce(draw(0, 9), Channel(None), 8)
+    assert len({id(work) for work in apart._workspaces.values()}) == 1
 
 
 # --------------------------------------------------------------------- warm start
@@ -394,7 +391,7 @@ ROWS, COLUMNS, SMALL = 384, 512, 8
 
 def steady_state(dtype: torch.dtype, options: dict[str, Any]) -> Callable[[], Any]:
     """A reduction that has been done often enough, on gradients that are there."""
-    compressor, channel = power_sgd(min_elements=64, **options), Mirror()
+    compressor, channel = power_sgd(min_elements=64, **options), Twin()
     generator = torch.Generator().manual_seed(0)
     shapes = [(ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS, ROWS), (64, 3000), (777,), (5, 7)]
     drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -423,9 +420,11 @@ ALLOWED = 8 * SMALL * SMALL + 4096
         ({"factor_dtype": "bf16"}, torch.float32),
         ({"factor_dtype": "int8"}, torch.float32),
         ({"factor_dtype": "int5"}, torch.bfloat16),
+        ({"factor_dtype": "int4"}, torch.float32),
         ({"one_sided": True}, torch.float32),
     ],
     ids=str,
 )
 def test_steady_state_allocates_nothing(tmp_path: Path, options: dict[str, Any], dtype: torch.dtype) -> None:
     assert largest_allocation(tmp_path, steady_state(dtype, options)) <= ALLOWED
+    assert largest_allocation(tmp_path, lambda: torch.empty(ALLOWED + 1, dtype=torch.uint8)) > ALLOWED

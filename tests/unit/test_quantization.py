@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import edgc.compressors.quantization as blocks_module
 from edgc.compressors.powersgd.algorithm import Wire
 from edgc.compressors.quantization import FACTORS, Blocks
-from experiments.bench.engines import Mirror
+from tests.lockstep import Twin
 
 BITS = (8, 7, 6, 5, 4, 2, 1)
 HIGHEST = {8: 127, 7: 63, 6: 31, 5: 15, 4: 7, 2: 1, 1: 1}
@@ -207,7 +207,7 @@ def test_means_that_take_turns(bits: int) -> None:
     alone, together = [], []
     for into, turns in ((alone, False), (together, True)):
         vectors = [normal(size, size) for size in (700, 5000)]
-        runs = [Wire(len(x), x.device, Blocks(bits)).mean(x, Mirror()) for x in vectors]
+        runs = [Wire(len(x), x.device, Blocks(bits)).mean(x, Twin()) for x in vectors]
         while runs:
             for run in list(runs) if turns else runs[:1]:
                 if next(run, "end") == "end":
