@@ -122,6 +122,8 @@ class Run:
             for event in self.events.get("step", [])
             for stage in event.get("stages") or []
         ]
+        if any("relative_error" in row for row in rows):  # since then `worker_error`
+            raise outputs.damaged(self.path / outputs.LOG, "is of an older version")
         return _numbers(rows, STAGE)
 
     @property
@@ -160,9 +162,12 @@ class Run:
         if not path.is_file():
             return pd.DataFrame()
         try:
-            return pd.read_parquet(path)
+            frame = pd.read_parquet(path)
         except (OSError, ValueError):  # of pyarrow's errors all are one of these
             raise outputs.damaged(path, "is cut short or altered") from None
+        if len(frame) and "stage" not in frame:
+            raise outputs.damaged(path, "is of an older version")
+        return frame
 
 
 def _numbers(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:

@@ -126,7 +126,8 @@ def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
         if name not in known:
             fix = f"known tasks: {', '.join(sorted(known))}"
             raise UserError(f"unknown task {name!r}", where=folder, fix=fix)
-        content, parts = known[name]
+        content, files = known[name]
+        parts = [*files]
         if file := (content.get("dataset_kwargs") or {}).get("file"):
             parts.append(folder / file)
             if not parts[-1].is_file() or not parts[-1].read_bytes().strip():

@@ -139,11 +139,13 @@ def judge(difference: Gap, rule: Equivalence, seeds: int = 1) -> dict[str, Any]:
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
     """The 95 % t interval of the mean over seeds; Nones for fewer than two."""
-    if len(values) < 2:
+    n = len(values)
+    if n < 2:
         return None, None
-    middle, error = math.fsum(values) / len(values), float(stats.sem(values))
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * error
-    return middle - reach, middle + reach
+    mean = math.fsum(values) / n
+    error = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
+    return mean - reach, mean + reach
 
 
 def beats(value: float, stderr: float | None, levels: Sequence[float | None], higher: bool) -> bool | None:

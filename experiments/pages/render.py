@@ -1,6 +1,6 @@
 """Render README.md and the pages of docs that hold numbers: Jinja templates over committed tables.
 
-``python -m experiments.pages.render`` writes every page of ``docs/templates``.
+``python -m experiments.pages.render`` writes every page of ``docs/templates``; ``--check`` lists those that are stale.
 In a template, ``{{ }}`` holds any expression over pandas' frames, and these functions:
 
 * ``read("workstation/policies/comparisons.csv", variant="cqm")``: the rows with these values (a list: any of them) of a
@@ -20,10 +20,11 @@ import functools
 import math
 import re
 import string
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jinja2
 import pandas as pd
@@ -249,13 +250,19 @@ def templates() -> list[Path]:
 
 
 @main_guard
-def main() -> None:
+def main(
+    check: Annotated[bool, typer.Option("--check", help="write nothing; exit code 1 if a page is stale")] = False,
+) -> None:
     """Write the pages that are made of templates, and name those that changed."""
+    stale = False
     for template in templates():
         page, text = target(template), rendered(template)
         if not page.is_file() or page.read_text(encoding="utf-8") != text:
-            atomic_write(page, text)
-            print(f"{page.relative_to(ROOT).as_posix()}: written")
+            stale = True
+            if not check:
+                atomic_write(page, text)
+            print(f"{page.relative_to(ROOT).as_posix()}: {'stale; make pages' if check else 'written'}")
+    sys.exit(1 if check and stale else 0)
 
 
 if __name__ == "__main__":

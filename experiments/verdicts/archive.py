@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import pyarrow
 import typer
-from pyarrow import ArrowException, parquet
+from pyarrow import ArrowException, parquet, types
 
 from edgc.errors import UserError
 from experiments.common import written_tables
@@ -77,6 +77,8 @@ TIMINGS = "seconds_"  # fields of stages; float32 where all have six digits (exp
 # The bytes of floats apart from each other, first bytes first, pack best.
 ENCODINGS = dict.fromkeys(("DOUBLE", "FLOAT"), "BYTE_STREAM_SPLIT")
 ENCODINGS |= dict.fromkeys(("INT64", "INT32"), "DELTA_BINARY_PACKED")
+KNOWN = {*ENCODINGS.values(), "PLAIN", "RLE"}  # with these a column in memory is as large as the file says that it is
+LARGEST = 2**25, 2**26  # bytes of a file, and both bytes and values that it says are in it
 
 
 def damaged(where: Path, problem: str) -> UserError:
@@ -156,13 +158,24 @@ def files_of(content: bytes, where: Path) -> dict[str, bytes]:
     """The files of a run folder, ``status`` last, from the content of the Parquet file ``where``.
 
     Raises:
-        UserError: it is no such file.
+        UserError: it is no such file, or says of itself that it is larger than a run can be (``LARGEST``).
     """
     try:
         file = parquet.ParquetFile(io.BytesIO(content))
-        leaves, table = map(file.schema.column, range(len(file.schema))), file.read()
+        groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
+        leaves = [group.column(place) for group in groups for place in range(group.num_columns)]
+        sizes = (sum(leaf.total_uncompressed_size for leaf in leaves), sum(leaf.num_values for leaf in leaves))
+        if max(sizes) > LARGEST[1]:
+            raise damaged(where, "it is larger than a run can be")
+        for field in file.schema_arrow:
+            fits = types.is_string if field.name in (*TEXTS, EVENT) else types.is_struct
+            if field.name not in (*TEXTS, STEP, EVENT, *TABLES) or not (fits(field.type) or types.is_null(field.type)):
+                raise damaged(where, f"column {field.name!r} is none of a kept run")
+        if any(set(leaf.encodings) - KNOWN for leaf in leaves):
+            raise damaged(where, "a column is encoded otherwise than in a kept run")
+        table = file.read()
         columns = {name: table[name].combine_chunks() for name in table.column_names}
-        six = any(leaf.path.startswith(f"{STEP}.") and leaf.physical_type == "FLOAT" for leaf in leaves)
+        six = any(leaf.path_in_schema.startswith(f"{STEP}.") and leaf.physical_type == "FLOAT" for leaf in leaves)
         lines = [
             text if step is None else json.dumps(_timed(step, _six_digits if six else float))
             for step, text in zip(columns[STEP].to_pylist(), columns[EVENT].to_pylist(), strict=True)
@@ -199,10 +212,10 @@ def checksums(kept: Path) -> dict[str, str]:
 
 
 def read(kept: Path, name: str) -> dict[str, bytes]:
-    """The files of run ``name``, ``status`` last; ``UserError`` where it is missing or altered."""
+    """The files of run ``name``, ``status`` last; ``UserError`` where it is missing, altered or a link."""
     path = kept / FOLDER / f"{name}.parquet"
-    if not path.is_file():
-        raise damaged(path, "it is missing")
+    if path.is_symlink() or path.parent.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST[0]:
+        raise damaged(path, "it is missing, a link, or larger than a run can be")
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != checksums(kept).get(name):
         raise damaged(path, f"its checksum is not that of {SUMS}")

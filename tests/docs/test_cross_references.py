@@ -53,6 +53,9 @@ def stands(name: str) -> bool:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_cross_reference_names_something(package: str) -> None:
+    assert stands("edgc.control.policies.base.MeansPolicy.state_dict")
+    wrong = ("edgc.control.policies.base.Plan", "edgc.control.policy.base", "NoSuchPolicy.state_dict")
+    assert not any(map(stands, wrong))
     texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / package).rglob("*.py"))}
     assert not [f"{path}: {match[1]}" for path, text in texts.items() for match in ROLE.finditer(text)
                 if not stands(match[1])]  # fmt: skip

@@ -101,6 +101,25 @@ def test_a_template_at_fault_is_named_with_its_line(
     assert "\n" not in str(caught.value)
 
 
+def test_stale_pages_are_listed_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TEMPLATES", "ROOT"):
+        monkeypatch.setattr(render, name, tmp_path / name)
+        (tmp_path / name).mkdir()
+    (tmp_path / "TEMPLATES" / "README.md").write_text("{{ 1 + 1 }}\n")
+    page = tmp_path / "ROOT" / "README.md"
+    for check, code, text, there in (
+        (True, 1, "README.md: stale; make pages\n", False),
+        (False, 0, "README.md: written\n", True),
+        (True, 0, "", True),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            render.main(check=check)
+        assert (stop.value.code, capsys.readouterr().out, page.is_file()) == (code, text, there)
+    assert page.read_text() == "2\n"
+
+
 def test_settings_and_figures_that_are_not_there_are_refused() -> None:
     parts = paper.PageParts(render.ROOT / "docs" / "paper" / "x.md")
     with pytest.raises(UserError, match="no run 'cqn-s1'"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -333,6 +334,7 @@ def test_the_gaussian_link_is_judged_against_the_end_of_warm_up() -> None:
     found = entropy_trend.link(at, pd.Series([1.0, 1.3, 1.4, 1.45, 1.38]))
     assert (found["link_error_early"], found["link_error_late"]) == pytest.approx((0.4, 0.05))
     assert found["form_offset_end"] == pytest.approx(1.38 - 1.4189385)
+    assert math.isnan(entropy_trend.link(at, at * math.nan)["link_error_late"])
 
 
 @pytest.mark.parametrize(
@@ -413,6 +415,8 @@ def test_command_line_takes_the_study_files_runs_and_reports_errors(
         main("moe", "ci", folder.parents[1])
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("error: 1 of 2 runs missing")
+    main("moe", "ci", folder.parents[1], any_runs=True)
+    assert list(read(folder, "table")["seed"]) == [2], "the run folders found"
 
 
 def test_a_damaged_run_is_refused_and_no_table_is_written(folder: Path) -> None:
@@ -427,6 +431,10 @@ def test_a_damaged_run_is_refused_and_no_table_is_written(folder: Path) -> None:
         ("run.yaml", None, "file not found"),
         ("status", lambda content: content[:1], "holds 'o'"),
         ("tensors.parquet", lambda content: content[:-20], "is cut short or altered"),
+        ("tensors.parquet", lambda content: pd.read_parquet(BytesIO(content)).drop(columns="stage").to_parquet(),
+         "is of an older version"),
+        ("metrics.jsonl", lambda content: content.replace(b'"rank"', b'"relative_error": 0.1, "rank"'),
+         "is of an older version"),
     ):  # fmt: skip
         damaged = folder / "none-s1" / name
         content = damaged.read_bytes()

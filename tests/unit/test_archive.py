@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -104,8 +105,9 @@ def test_tables_of_probes_come_back_to_the_last_bit(study: Path) -> None:
 def test_any_flipped_bit_of_what_is_kept_is_one_line_and_nothing_is_restored(kept: Path, tmp_path: Path) -> None:
     draws = np.random.default_rng(1)
 
-    def refused(path: Path) -> None:
-        with pytest.raises(UserError, match=f"^kept run is damaged: .*git checkout HEAD -- {path.parent}") as told:
+    def refused(path: Path, problem: str = "") -> None:
+        text = f"^kept run is damaged: .*{problem}.*git checkout HEAD -- {path.parent}"
+        with pytest.raises(UserError, match=text) as told:
             archive.unpack(kept, tmp_path / "again")
         assert "\n" not in str(told.value) and not (tmp_path / "again").exists()
 
@@ -118,20 +120,42 @@ def test_any_flipped_bit_of_what_is_kept_is_one_line_and_nothing_is_restored(kep
         changed.write_bytes(good)
     # What is no kept run although its checksum fits.
     listed, good = sums.read_text(), path.read_bytes()
-    table = parquet.read_table(path)
-    for other in (table.drop_columns("run.yaml"), table.set_column(0, "step", pyarrow.array(["x"] * len(table))), None):
-        path.write_bytes(b"no table")
-        if other is not None:
-            parquet.write_table(other, path)
+    least = pyarrow.table({"run.yaml": ["x"], "status": ["ok\n"], "step": pyarrow.nulls(1), "event": ["{}"]})
+    for other, problem in (
+        (least, None),
+        (least.drop_columns("run.yaml"), "run.yaml"),
+        (least.append_column("../x", [["x"]]), "'../x' is none of a kept run"),
+        (least.append_column("tensors.parquet", [["x"]]), "'tensors.parquet' is none of a kept run"),
+        (least.set_column(2, "step", [[{"stages": 1}]]), ""),
+        (pyarrow.table({"status": pyarrow.nulls(2**26 + 1)}), "larger than a run"),
+        (pyarrow.table({"status": ["0" * 2**20] * 2**6}), "larger than a run"),
+        (least.set_column(3, "event", [["{}"]]), "encoded otherwise"),
+    ):
+        parquet.write_table(other, path, use_dictionary=problem == "encoded otherwise", store_schema=False)
         sums.write_text(listed.replace(*(hashlib.sha256(content).hexdigest() for content in (good, path.read_bytes()))))
-        refused(path)
+        if problem is None:
+            assert set(archive.read(kept, NAMES[1])) == {"metrics.jsonl", "run.yaml", "status"}
+        else:
+            refused(path, problem)
+    os.truncate(path, 2**25 + 1)
+    refused(path, "larger than a run")
+    path.write_bytes(b"no table")
+    sums.write_text(listed.replace(*(hashlib.sha256(content).hexdigest() for content in (good, b"no table"))))
+    refused(path)
     # A run whose name leads elsewhere, and one that is missing.
     for name in ("../run", ".hidden", "a/b", "", "/root/run"):
         sums.write_text(listed.replace(f"{NAMES[0]}.", f"{name}."))
         refused(sums)
     sums.write_text(listed)
     path.unlink()
-    refused(path)
+    refused(path, "missing")
+    path.symlink_to(KEPT / STUDY / "runs" / path.name)
+    refused(path, "a link")
+    path.unlink()
+    path.write_bytes(good)
+    path.parent.rename(kept / "elsewhere")
+    path.parent.symlink_to("elsewhere")
+    refused(path, "a link")
 
 
 def test_a_new_run_adds_a_file_and_rewrites_none(kept: Path, study: Path) -> None:

@@ -236,6 +236,8 @@ def test_too_little_space_is_said_before_anything_is_done(tmp_path: Path, monkey
     whole = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
     # Two copies of 9.04 G tokens of two bytes, and 8 M documents' names and indices.
     assert module.space_needed(whole, open_source(whole)) == pytest.approx(37.9e9, rel=0.01)
+    half = whole.model_copy(update={"max_documents": 4_006_884})
+    assert module.space_needed(half, open_source(half)) == pytest.approx(19e9, rel=0.01)
     config, out = web(tmp_path / "rows", 10), tmp_path / "data" / "toy"
     monkeypatch.setattr(module, "space_needed", lambda *_: 10**18)
     with pytest.raises(UserError, match=r"1000000000\.0 GB are needed, .* GB are free"):

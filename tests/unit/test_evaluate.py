@@ -181,6 +181,7 @@ def test_random_models_score_at_chance_on_every_task(place: Place) -> None:
     for task in tasks:  # lm-eval's own results are kept beside the table
         folder = place.out / "edgc_cqm-s1" / task
         results = json.loads((folder / "results.json").read_text())
+        assert results["config"]["bootstrap_iters"] == 1000
         (version,) = re.findall(r"^  version: ([\d.]+)$", (make.HERE / f"{task}.yaml").read_text(), re.MULTILINE)
         assert results["versions"] == {task: float(version)}
         samples = (folder / "samples.jsonl").read_text().splitlines()

@@ -157,6 +157,9 @@ def test_different_documents_are_not_compared() -> None:
 
 def test_one_seed_has_no_interval() -> None:
     assert es.seed_interval([0.1]) == (None, None)
+    values = [0.1, -0.03, 0.07]
+    expected = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
+    assert es.seed_interval(values) == pytest.approx(expected)
 
 
 def test_above_chance_needs_the_whole_interval() -> None:

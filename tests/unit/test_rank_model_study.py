@@ -32,6 +32,7 @@ from tests.unit.invented_runs import run
 NAME, SHAPE, RANK = "decoder.layers.0.mlp.linear_fc1.weight", (40, 28), 8
 BIAS = "decoder.layers.0.mlp.linear_fc1.bias"
 GAUSSIAN = {"method": "powersgd", "rank": RANK, "entropy": {"estimator": "gaussian"}}
+NUMBERS = ["abs_log_median", "abs_log_p90", "log_median"]
 
 
 def drawn(worker: int, step: int) -> torch.Tensor:
@@ -145,9 +146,10 @@ def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
 
 @pytest.fixture(scope="module")
 def kept() -> list[Run]:
-    """Two kept runs of PowerSGD, of ranks 8 and 16: of each the first stage, as if probed every 60 iterations."""
+    """Kept runs of PowerSGD, of ranks 8 and 16, and one without compression: of each the first stage, as if probed
+    every 60 iterations."""
     found = list[Run]()
-    for name in ("r8-s1", "r16-s1"):
+    for name in ("r8-s1", "r16-s1", "none-s1"):
         path = REFERENCE / "workstation" / "rank_model" / "runs" / f"{name}.parquet"
         columns = parquet.read_table(path, columns=["run.yaml", "spectra.parquet"])
         spectra = columns["spectra.parquet"].combine_chunks().drop_null()
@@ -164,6 +166,7 @@ def found(kept: list[Run]) -> dict[str, pd.DataFrame]:
 
 def test_errors_are_predicted_from_sigma_entropy_and_spectrum(kept: list[Run], found: dict[str, pd.DataFrame]) -> None:
     other = kept[0].spectra.set_index(rank_model.PLACE)["powersgd_error"].dropna()
+    gradients = kept[1].spectra.query("of == 'gradient'").set_index(rank_model.PLACE)["entropy"]
     spectra = kept[1].spectra.query("of == 'mean' and parameter.str.contains('layers')")
     logs: dict[tuple[str, str, int], list[float]] = {}
     ratios = []
@@ -172,19 +175,24 @@ def test_errors_are_predicted_from_sigma_entropy_and_spectrum(kept: list[Run], f
         for row in rows[rows["iteration"] > 60].itertuples():
             shape = (row.rows, row.columns)
             best, first = (dict(zip(one.ranks, one.norm * np.array(one.errors), strict=True)) for one in (row, start))
-            moved = math.exp(row.entropy - start.entropy)
+            place, began = ((row.stage, row.parameter, one.iteration) for one in (row, start))
+            moved = {"anchored": math.exp(row.entropy - start.entropy)}
+            moved["anchored_gradient"] = math.exp(gradients[place] - gradients[began])
             spectrum = MatrixSpectrum(shape, list(row.singular_sq), row.input_sq)
             exact = MatrixSpectrum(shape, list(row.best_sq), row.norm**2)
             for rank in (8, 32):
                 share = error(*shape, rank) / error(*shape, 16)
-                predicted = {"iid": row.sigma * error(*shape, rank), "anchored": first[16] * moved * share}
+                predicted = {name: first[16] * change * share for name, change in moved.items()}
+                predicted["iid"] = row.sigma * error(*shape, rank)
                 predicted["spectral"] = math.sqrt(spectrum.errors_sq([rank])[0])
                 if rank > 16:
                     predicted["tail"] = math.sqrt(exact.errors_sq([rank])[0])
+                anchor = start.norm * start.powersgd_error / first[16]  # on the same kind of error
                 for name, value in predicted.items():
                     logs.setdefault(("best", name, rank), []).append(math.log(value / best[rank]))
-            left = row.norm * other[row.stage, row.parameter, row.iteration]
-            logs.setdefault(("powersgd", "iid", 8), []).append(math.log(row.sigma * error(*shape, 8) / left))
+                    if rank == 8:
+                        ratio = value * (anchor if name in moved else 1) / (row.norm * other[place])
+                        logs.setdefault(("powersgd", name, rank), []).append(math.log(ratio))
             if row.iteration == 360:
                 ratios.append(row.sigma * error(*shape, 32) / best[32])
     table = found["table"].query("variant == 'r16' and of == 'mean' and matrices == '<layers>' and ranks == 'one'")
@@ -195,9 +203,28 @@ def test_errors_are_predicted_from_sigma_entropy_and_spectrum(kept: list[Run], f
         assert row["log_median"] == pytest.approx(np.median(expected))
         assert row[["abs_log_median", "abs_log_p90"]].tolist() == pytest.approx(np.percentile(size, (50, 90)).tolist())
     assert ("best", "tail", 8) not in table.index and ("powersgd", "spectral", 16) not in table.index, "no prediction"
+    for variant, ranks, rank in (("r16", "below", 8), ("r8", "above", 16)):  # pooled, of the one other run
+        where = f"variant == '{variant}' and actual == 'powersgd' and matrices == '<layers>'"
+        rows = found["table"].query(where).set_index("predictor")[["ranks", "rank", "predictions", *NUMBERS]]
+        assert set(rows.index) == {"iid", "anchored", "anchored_gradient", "spectral"}
+        pooled, single = rows[rows["ranks"] == ranks], rows[rows["rank"] == rank]
+        pd.testing.assert_frame_equal(pooled[["predictions", *NUMBERS]], single[["predictions", *NUMBERS]])
+    where = "variant == 'none' and of == 'gradient' and matrices == '<layers>' and ranks == 'one'"
+    rows = found["table"].query(where).set_index(["predictor", "rank"])
+    # Ranks around 8, the lower one of the compressed runs; a quarter of it is no multiple of 4.
+    assert set(rows.index) == {(name, rank) for name in ("iid", "anchored") for rank in (4, 8, 16, 24)}
+    spectra = kept[2].spectra.query("parameter.str.contains('layers') and iteration > 60")
+    ratios_8 = [
+        row.sigma * error(row.rows, row.columns, 8) / (row.norm * row.errors[list(row.ranks).index(8)])
+        for row in spectra.itertuples()
+    ]
+    assert rows.loc[("iid", 8), "log_median"] == pytest.approx(np.median(np.log(ratios_8)))
+    assert set(found["errors"]["kind"]) == {"qkv", "projection", "fc1", "fc2", "other", "<layers>"}
     where = "variant == 'r16' and window == 360 and of == 'mean' and actual == 'best' and predictor == 'iid'"
     rows = found["errors"].query(f"{where} and kind == '<layers>' and ranks == 'one'").set_index("rank")
     assert rows.loc[32, "ratio_median"] == pytest.approx(np.median(ratios))
+    above = found["errors"].query(f"{where} and kind == '<layers>' and ranks == 'above'")
+    assert above["predictions"].tolist() == [rows.loc[[32, 48], "predictions"].sum()]
     anchored = found["errors"].query("predictor == 'anchored'")
     assert anchored["window"].min() == 80, "nothing is anchored before the end of warm-up"
     written = rank_model.tables([run("none", status="failed")])

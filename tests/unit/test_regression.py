@@ -119,9 +119,10 @@ def test_each_difference_is_outside(results: Path) -> None:
 )
 def test_kinds(kind: str, old: list[Any], new: list[Any], more: dict[str, Any], expected: list[bool]) -> None:
     check = Check.model_validate({"study": "s", "kind": kind, "column": "x", "key": ["variant", "none"], **more})
-    frames = [pd.DataFrame({"variant": list("abc")[: len(x)], "rank": [4, 8, 16][: len(x)], "none": None, "x": x})
-              for x in (old, new)]  # fmt: skip
+    keys = pd.DataFrame({"variant": list("abc"), "rank": [4, 8, 16], "none": [16.0, None, None]})
+    frames = [keys[: len(x)].assign(x=x) for x in (old, new)]
     assert [outcome.ok for outcome in regression.compare(check, *frames)] == expected
+    assert sorted(outcome.ok for outcome in regression.compare(check, frames[0], frames[1][::-1])) == sorted(expected)
 
 
 def test_missing_reference_table_and_column_are_bad_input(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

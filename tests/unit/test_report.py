@@ -267,7 +267,14 @@ def test_committed_results_fit_and_every_claim_is_shown(kept: Kept) -> None:
     rows = html.fromstring(page.html).xpath("//tbody[@data-claim]")
     table = pd.read_csv(kept.root / "claims.csv", keep_default_na=False)
     assert [row.get("data-claim") for row in rows] == list(table["id"])
-    for row, line in zip(rows, table.to_dict("records"), strict=True):
+    found = claim_rows.rows(kept, [])
+    assert found is not None
+    for row, cells, line in zip(rows, found, table.to_dict("records"), strict=True):
+        paper, seeds = str(line["paper_value"]), [line["n"], line["n_most"]]
+        assert cells["paper"].removesuffix(" %") in (paper, paper.removesuffix(".0"))
+        assert cells["n"] == " to ".join(str(int(float(n))) for n in seeds if n)
+        paths = [path for key in ("evidence", "beside") for path in line[key].split("; ") if path]
+        assert [link.name for link in cells["evidence"]] == (paths if line["evidence"] else [])
         assert line["verdict"] in words(row) and claim_rows.rounded(str(line["our_value"])) in words(row)
         assert not line["evidence"] or row.xpath(".//a/text()[contains(., '.csv')]")
 

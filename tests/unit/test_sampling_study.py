@@ -95,7 +95,9 @@ def test_fidelity_counts_ranks_unlike_those_of_all_entries(run: Run) -> None:
     assert (found["ranks_differing"] <= found["ranks_compared"]).all()
     assert keyed["ranks_differing"].max() > 0, "or the test shows nothing"
     assert "square_sum" not in set(found["estimator"])
-    means = [log_sigma(k * WINDOW) for k in range(1, 5)] + [math.nan] * 2
+    entropies = pd.Series({i: log_sigma(i) for i in range(1, 4 * WINDOW + 1)})
+    means = sampling_ablation.window_means(entropies, WINDOW, 6 * WINDOW)
+    assert [math.isnan(mean) for mean in means] == [False] * 4 + [True] * 2
     decided = sampling_ablation.decided_ranks(SETTINGS, list(SHAPES.values()), 6 * WINDOW, means)
     assert decided[-1] == decided[-2] == decided[3], "a window without a measurement leaves the rank"
 
