@@ -3,9 +3,7 @@
 
 if config["keep_runs"] and workflow.is_main_process:
     folders = [Path(config["results"], SCALE, study, run) for study in RUNS for run in RUNS[study]]
-    codes = [
-        source.recorded_code(folder / "run.yaml") for folder in folders if (folder / "status").is_file()
-    ]
+    codes = [source.recorded_code(folder / "run.yaml") for folder in folders if (folder / "status").is_file()]
     others = len(codes) - codes.count(TRAINING_CODE)
     print(f"keep_runs: {others} finished runs of other code than today's are kept", file=sys.stderr)
 
