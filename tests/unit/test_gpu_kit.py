@@ -33,7 +33,9 @@ def make_gpu(folder: Path, *words: str, driver: str = "echo 'CUDA Version: 13.0'
     program(folder / "nvidia-smi", driver)
     command = ["make", "-s", "gpu", f"RESULTS={folder / 'results'}", f"VENV={folder / 'venv'}", *words]
     # Nor is it a part of the `make test` that may have started the tests: its messages would begin with make[1].
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "MAKE", "MFLAGS"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "MAKE", "MFLAGS", "ARGS"))
+    }
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 

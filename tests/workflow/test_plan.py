@@ -260,7 +260,7 @@ def test_every_planned_target_is_known_to_the_workflow() -> None:
 
 def test_unknown_target_of_make_is_one_line_with_the_nearest_names() -> None:
     # A make that runs the tests would have this one say where it enters.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
     for goal, said in (
         ("reproduc", "unknown target reproduc; did you mean reproduce"),
         ("rank_sweep", "unknown target rank_sweep; it is a study: .venv/bin/snakemake -c2 rank_sweep"),
