@@ -276,9 +276,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "spectral": SPECTRAL,
     "none": {"method": "none"},
     "no feedback": {"method": "powersgd", "rank": 8, "error_feedback": False},
+    "topk, no feedback": {"method": "topk", "error_feedback": False},
 }
 RESUMED = ("topk", "cqm", "spectral")
-UNKNOWN = ("none", "no feedback")
+UNKNOWN = ("none", "no feedback", "topk, no feedback")
 
 
 def settings_of(key: str) -> EDGCConfig:
@@ -307,6 +308,7 @@ def drive(
     scales: Sequence[float] = (1.0,),
     resume_at: int | None = None,
     skip: int | None = None,
+    half: int | None = None,
     experts: dist.ProcessGroup | None = None,
     experts_first: bool = False,
 ) -> list[dict[str, Any]]:
@@ -315,6 +317,7 @@ def drive(
     Args:
         scales: loss scales, one after another in turn.
         skip: iteration whose step is given up.
+        half: iteration in which the second bucket is not reduced.
         experts: reduce another matrix, whose error is large, over this group.
     """
     engine, told = engine_of(key, deferred=skip is not None), []
@@ -326,7 +329,8 @@ def drive(
         if own and experts_first:
             engine.reduce(own, experts)
         engine.reduce(gradients[:2], None)  # two buckets
-        engine.reduce(gradients[2:], None)
+        if iteration != half:
+            engine.reduce(gradients[2:], None)
         if own and not experts_first:
             engine.reduce(own, experts)
         engine.end_iteration(skipped=iteration == skip)
@@ -339,6 +343,7 @@ def drive(
                 "bytes": last.statistics.bytes,
                 "rank": last.rank,
                 "decision": engine.decision,
+                "matrices": engine.monitor.mean_error.state_dict()["matrices"],
             }
         )
         if iteration == resume_at:
@@ -358,7 +363,8 @@ def cases() -> dict[str, Any]:
             found[key, "scaled"] = drive(key, scales=powers)
             found[key, "resumed"] = drive(key, resume_at=13)
     for first in (False, True):
-        found["powersgd", "experts", first] = drive("powersgd", experts=mine, experts_first=first)
+        found["powersgd", "experts", first] = drive("powersgd", experts=mine, experts_first=first, resume_at=13)
+    found["spectral", "half"] = drive("spectral", half=14)
     for key in ("powersgd", "spectral"):
         found[key, "skip inside"] = drive(key, skip=13)
         found[key, "skip at the end"] = drive(key, skip=15)
@@ -389,7 +395,7 @@ def test_replicas_agree_on_every_bit_and_speak_at_window_ends(workers: list[dict
 
 def test_the_small_message_counts(workers: list[dict[Any, Any]]) -> None:
     size = 8 * (BUCKETS + 2)
-    for key in ("powersgd", "topk", "none", "no feedback"):
+    for key in ("powersgd", "topk", *UNKNOWN):
         sent = [item["bytes"] for item in workers[0][key]]
         assert len(set(sent)) == (1 if key in UNKNOWN else 2)
         assert sent[WINDOW - 1] - sent[0] == (0 if key in UNKNOWN else 2 * 3 * size // 4)
@@ -410,10 +416,17 @@ def test_neither_a_loss_scale_nor_a_resume_changes_a_bit(workers: list[dict[Any,
                 assert repr(mine) == repr(other), (key, field)
 
 
-def test_experts_are_left_out_in_any_order(workers: list[dict[Any, Any]]) -> None:
+def test_experts_are_left_out_in_any_order_also_after_a_resume(workers: list[dict[Any, Any]]) -> None:
     for result in workers:
         for first in (False, True):
             assert repr(means(result["powersgd"])) == repr(means(result["powersgd", "experts", first]))
+
+
+def test_a_matrix_does_not_count_where_it_was_not_reduced(workers: list[dict[Any, Any]]) -> None:
+    for result in workers:
+        before, after = (result["spectral", "half"][iteration - 1]["matrices"] for iteration in (12, 14))
+        same = {name: after[name] == values for name, values in before.items()}
+        assert same == {"p0": False, "p1": False, "p2": True, "p3": True}
 
 
 def test_a_skipped_step_does_not_count(workers: list[dict[Any, Any]]) -> None:
