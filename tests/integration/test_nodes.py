@@ -51,7 +51,11 @@ def end_of(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 def ranks_of(launcher: int) -> list[int]:
     """Over several nodes ranks are spawned."""
-    return [pid for pid in children_of(launcher) if "spawn_main" in " ".join(psutil.Process(pid).cmdline())]
+    ranks: list[int] = []
+    for pid in children_of(launcher):
+        with contextlib.suppress(psutil.Error):  # one that ends meanwhile
+            ranks += [pid] * ("spawn_main" in " ".join(psutil.Process(pid).cmdline()))
+    return ranks
 
 
 def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Launcher) -> None:

@@ -119,14 +119,16 @@ class Copy:
 
     def ranks(self, run: str) -> list[int]:
         """Processes of a run's ranks and launchers, here where all nodes are one machine."""
-        found = []
+        found: list[tuple[int, list[int]]] = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if {"experiments.training.launch", run} <= {*words} and process.cwd() == str(self.path):
-                    # A launcher has other children, too.
-                    ranks = [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
-                    found.append((process.pid, [child.pid for child in ranks]))
+                    ranks: list[int] = []
+                    found.append((process.pid, ranks))
+                    for child in process.children():  # a launcher has others, too, and some that were killed
+                        with contextlib.suppress(psutil.Error):
+                            ranks += [child.pid] * ("spawn_main" in " ".join(child.cmdline()))
         return [pid for pid, _ in found] + [pid for _, pids in found for pid in pids]
 
 
