@@ -65,7 +65,7 @@ LOOKS: dict[str, dict[str, tuple[int, ...]]] = {
     "policies_long": {"cqm": (1,)},
 }
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-"""Of a run, at which warm-up may end; the paper's is 0.1."""
+"""Shares of a run at which warm-up may end; the paper's is 0.1."""
 DECISION = ("iteration", "phase", "ranks", "r_min", "r_max", "target")
 
 

@@ -43,7 +43,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def meta() -> dict[str, Any]:
-    """What ranks and models are on the meta device."""
+    """Numbers of ranks and models on the meta device."""
     done = program("tests.integration.virtual_cases")
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)

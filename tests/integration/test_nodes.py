@@ -54,7 +54,8 @@ def ranks_of(launcher: int) -> list[int]:
     ranks: list[int] = []
     for pid in children_of(launcher):
         with contextlib.suppress(psutil.Error):  # one that ends meanwhile
-            ranks += [pid] * ("spawn_main" in " ".join(psutil.Process(pid).cmdline()))
+            if "spawn_main" in " ".join(psutil.Process(pid).cmdline()):
+                ranks.append(pid)
     return ranks
 
 

@@ -128,7 +128,8 @@ class Copy:
                     found.append((process.pid, ranks))
                     for child in process.children():  # a launcher has others, too, and some that were killed
                         with contextlib.suppress(psutil.Error):
-                            ranks += [child.pid] * ("spawn_main" in " ".join(child.cmdline()))
+                            if "spawn_main" in " ".join(child.cmdline()):
+                                ranks.append(child.pid)
         return [pid for pid, _ in found] + [pid for _, pids in found for pid in pids]
 
 
