@@ -30,7 +30,6 @@ from edgc.measurement.mean_error import MeanError
 from edgc.measurement.report import Window, relative, report
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
 from edgc.runtime.channel import Stopwatch
-from edgc.runtime.groups import gather_objects
 from edgc.timing.benchmark import Benchmark, verdicts
 
 Shape = tuple[int, int]
@@ -132,7 +131,7 @@ class Monitor:
         notice = self.controller.notice
         if notice and notice not in self._notices:
             self._notices.add(notice)
-            if not dist.is_initialized() or dist.get_rank(self._exchange_group) == 0:
+            if self._open_channel(self._exchange_group).rank == 0:
                 warnings.warn(f"edgc: {notice}", stacklevel=2)
 
     def next_due(self, iteration: int) -> int:
@@ -165,7 +164,7 @@ class Monitor:
     def reduced(self, gradients: Sequence[Gradient], channel: Channel, lossy: Compressor | None) -> None:
         """Note that ``gradients`` were reduced over ``channel``, by a ``lossy`` method or (None) exactly."""
         if channel.world > 1 and math.isnan(self.replicas):
-            self.replicas = float(min(dist.get_process_group_ranks(channel.group or dist.group.WORLD)))
+            self.replicas = float(channel.first)
         if lossy is None:
             return
         self._compressed.update(gradient.name for gradient in gradients)
@@ -210,7 +209,8 @@ class Monitor:
         grid, watches = self.controller.rank_grid, self.controller.watches(iteration)
         row = self.window.row(self.stage, grid, watches, probe, backward, self.replicas)
         # Pickled, floats keep their bits.
-        told = gather_objects((row, self.benchmark.group_times if plan.gate else []), self._exchange_group)
+        channel = self._open_channel(self._exchange_group)
+        told = channel.gather((row, self.benchmark.group_times if plan.gate else []))
         gate = verdicts([(int(each[0]), times) for each, times in told])
         if plan.gate:
             self.benchmark.follow(gate)

@@ -21,9 +21,12 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from edgc.lazy import Tensor, torch
+from edgc.runtime.groups import gather_objects
+
+T = TypeVar("T")
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 
@@ -125,7 +128,7 @@ class Channel:
             return
         with span("edgc::all_reduce"):
             before_sum(tensor, self.world)
-            self._start(torch.distributed.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
+            self._start(self._all_reduce(tensor), tensor, divide=True)
         self.bytes += all_reduce_bytes(tensor.nbytes, self.world)
 
     def scatter_means(self, buffers: Sequence[Tensor]) -> None:
@@ -136,8 +139,7 @@ class Channel:
             for buffer in buffers:
                 part = self.own_part(buffer)
                 before_sum(buffer, self.world)
-                start = collective("reduce_scatter_single", "reduce_scatter_tensor")
-                self._start(start(part, buffer, group=self.group, async_op=True), part, divide=True)
+                self._start(self._reduce_scatter(part, buffer), part, divide=True)
                 self.bytes += (self.world - 1) * buffer.nbytes // self.world
 
     def own_part(self, buffer: Tensor) -> Tensor:
@@ -150,7 +152,7 @@ class Channel:
             output.copy_(source)
             return
         with span("edgc::all_to_all"):
-            self._start(torch.distributed.all_to_all_single(output, source, group=self.group, async_op=True), source)
+            self._start(self._all_to_all(output, source), source)
         self.bytes += (self.world - 1) * source.nbytes // self.world
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
@@ -159,9 +161,33 @@ class Channel:
             output.copy_(source.view_as(output))
             return
         with span("edgc::all_gather"):
-            start = collective("all_gather_single", "all_gather_into_tensor")
-            self._start(start(output, source, group=self.group, async_op=True), source)
+            self._start(self._all_gather(output, source), source)
         self.bytes += (self.world - 1) * source.nbytes
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order, on every rank; pickled, and not counted."""
+        return gather_objects(value, self.group)
+
+    @property
+    def first(self) -> int:
+        """Rank in the world of the first rank of the group, by which groups are told apart."""
+        return min(torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD))
+
+    # What another way between replicas exchanges (edgc.runtime.local): each starts a collective and returns its handle.
+
+    def _all_reduce(self, tensor: Tensor) -> Any:
+        return torch.distributed.all_reduce(tensor, group=self.group, async_op=True)
+
+    def _reduce_scatter(self, part: Tensor, buffer: Tensor) -> Any:
+        start = collective("reduce_scatter_single", "reduce_scatter_tensor")
+        return start(part, buffer, group=self.group, async_op=True)
+
+    def _all_to_all(self, output: Tensor, source: Tensor) -> Any:
+        return torch.distributed.all_to_all_single(output, source, group=self.group, async_op=True)
+
+    def _all_gather(self, output: Tensor, source: Tensor) -> Any:
+        start = collective("all_gather_single", "all_gather_into_tensor")
+        return start(output, source, group=self.group, async_op=True)
 
     def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:
         self._pending.append((work, tensor if divide else None))
