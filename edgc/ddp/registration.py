@@ -23,10 +23,12 @@ from edgc.checks import dotted, integer
 from edgc.compressors.base import compressible, mean_bits
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.ddp.hook import Handle, Scaler, Slot, hook, matrix_shape
+from edgc.ddp.strategy import StrategyHandle
 from edgc.engine import Engine, Observer
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
+from edgc.strategies.base import StrategyConfig
 
 _MARK = "edgc: is the node kept?"
 _unscaled: weakref.WeakKeyDictionary[Handle, set[int]] = weakref.WeakKeyDictionary()
@@ -43,7 +45,9 @@ def register(
     process_group: dist.ProcessGroup | None = None,
     observer: Observer | None = None,
     log: Log | None = None,
-) -> Handle:
+    strategy: StrategyConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Handle | StrategyHandle:
     """Average the gradients of ``model`` as ``config`` says, from the next backward on.
 
     To be called on every rank of the model's process group, for several models in the same order on every rank. A
@@ -64,6 +68,9 @@ def register(
         observer: called with the iteration and each bucket's local gradients before they are reduced, in another
             thread.
         log: called after each iteration, see :attr:`Handle.log`.
+        strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
+            What another one sends is compressed as ``config`` says.
+        optimizer: the one whose steps a strategy counts.
 
     Raises:
         UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
@@ -74,6 +81,15 @@ def register(
             makes the steps that was not given.
     """
     parameters = _agreed(model, config, iterations, scaler, whole_steps)
+    if strategy is not None and strategy.name != "every_step":
+        if optimizer is None:
+            raise UserError(f"strategy {strategy.name} needs the optimizer", fix="give optimizer=...")
+        slot = _slot_of(model) or Slot(model.process_group)
+        handle = StrategyHandle(model, slot, config, strategy, optimizer, iterations)
+        if _slot_of(model) is None:
+            model.register_comm_hook(slot, hook)
+        slot.handle = handle
+        return handle
     compressed = {
         name: ((shape[0], shape[1]), 8 * parameter.element_size())
         for name, parameter in parameters.items()

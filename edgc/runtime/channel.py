@@ -129,7 +129,7 @@ class Channel:
         with span("edgc::all_reduce"):
             before_sum(tensor, self.world)
             self._start(self._all_reduce(tensor), tensor, divide=True)
-        self.bytes += all_reduce_bytes(tensor.nbytes, self.world)
+        self._count("all_reduce", all_reduce_bytes(tensor.nbytes, self.world))
 
     def scatter_means(self, buffers: Sequence[Tensor]) -> None:
         """Reduce-scatter flat buffers: this rank's part of each becomes its mean, the other parts are undefined."""
@@ -140,7 +140,7 @@ class Channel:
                 part = self.own_part(buffer)
                 before_sum(buffer, self.world)
                 self._start(self._reduce_scatter(part, buffer), part, divide=True)
-                self.bytes += (self.world - 1) * buffer.nbytes // self.world
+                self._count("reduce_scatter", (self.world - 1) * buffer.nbytes // self.world)
 
     def own_part(self, buffer: Tensor) -> Tensor:
         """This rank's part of a flat buffer that is cut into ``world`` equal parts."""
@@ -153,7 +153,7 @@ class Channel:
             return
         with span("edgc::all_to_all"):
             self._start(self._all_to_all(output, source), source)
-        self.bytes += (self.world - 1) * source.nbytes // self.world
+        self._count("all_to_all", (self.world - 1) * source.nbytes // self.world)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Gather the ``source`` of every rank in ``output``, in rank order, one after another along the first axis."""
@@ -162,7 +162,7 @@ class Channel:
             return
         with span("edgc::all_gather"):
             self._start(self._all_gather(output, source), source)
-        self.bytes += (self.world - 1) * source.nbytes
+        self._count("all_gather", (self.world - 1) * source.nbytes)
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank; pickled, and not counted."""
@@ -188,6 +188,9 @@ class Channel:
     def _all_gather(self, output: Tensor, source: Tensor) -> Any:
         start = collective("all_gather_single", "all_gather_into_tensor")
         return start(output, source, group=self.group, async_op=True)
+
+    def _count(self, kind: str, sent: int) -> None:
+        self.bytes += sent
 
     def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:
         self._pending.append((work, tensor if divide else None))

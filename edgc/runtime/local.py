@@ -7,6 +7,7 @@ are made in the order of the replicas: bit for bit those of gloo among two, and 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,10 +25,14 @@ class Room:
 
     Args:
         world: number of replicas.
+
+    Attributes:
+        sent: bytes that each replica has sent so far, by kind of collective.
     """
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.sent: list[Counter[str]] = [Counter() for _ in range(world)]
         self._threads = ThreadPoolExecutor(world, thread_name_prefix="edgc-replica")
         self._turn = threading.Condition()
         self._brought: dict[int, list[Call]] = {}
@@ -168,6 +173,10 @@ class LocalChannel(Channel):
     @property
     def first(self) -> int:
         return 0
+
+    def _count(self, kind: str, sent: int) -> None:
+        super()._count(kind, sent)
+        self.room.sent[self.rank][kind] += sent
 
     def _call(self, kind: str, output: Tensor, source: Tensor) -> _Work:
         self._calls.append((kind, output, source))

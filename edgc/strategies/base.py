@@ -1,0 +1,194 @@
+"""The contract that every strategy keeps.
+
+A compressor averages the gradients of one step; a strategy decides what replicas exchange (gradients, momenta, updates,
+parameters), and when. A driver (:mod:`edgc.ddp`, :mod:`edgc.rehearsal`) calls, at every step of training and on every
+replica in the same order:
+
+1. :meth:`Strategy.reduces`: whether the gradients of this step are averaged before the optimizer, by an
+   :class:`~edgc.engine.Engine` of the driver's; if not, they stay each replica's own.
+2. :meth:`Strategy.before_step`, before the optimizer's step, with those gradients.
+3. :meth:`Strategy.after_step`, after it.
+
+The last two are generators that yield where collectives have been started; a driver runs them to their end before the
+next thing happens to the parameters. What they send goes through :attr:`Replica.open_channel`, where its bytes are
+counted, or through an engine of their own (:meth:`Replica.engine`), so that any compressor serves, with error feedback
+of that use alone.
+
+When replicas are equal, bit for bit, is :attr:`StrategyConfig.equal`. What is not finite on one replica makes the step or the
+round void on all of them: the strategy's state is as it was, and nothing is half applied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, Literal, Self
+
+from edgc.checks import Settings, one_of, unknown
+from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite, mean_bits
+from edgc.config import EDGCConfig
+from edgc.engine import Engine
+from edgc.lazy import Tensor, torch
+
+Equality = Literal["step", "round", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig(Settings):
+    """Settings of a strategy; each strategy has a type of its own beside its rule, which is the choice.
+
+    Attributes:
+        equal: when all replicas hold the same bits: after every ``step``, after every ``round``, or ``never``; then the
+            mean of their weights is what is evaluated and saved.
+    """
+
+    name: ClassVar[str] = ""
+    equal: ClassVar[Equality] = "step"
+
+    def build(self, replica: Replica) -> Strategy:
+        """A new strategy for one replica."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | str, *, where: object = None, prefix: str = "") -> Self:
+        """Build from a mapping with the strategy's ``name`` among its keys, or from the name alone."""
+        values = {"name": values} if isinstance(values, str) else dict(values)
+        kinds = {kind.name: kind for kind in strategies() if issubclass(kind, cls)}
+        name = values.pop("name", cls.name or "every_step")
+        one_of(f"{prefix}name", name, kinds)
+        kind = kinds[name]
+        for key in values:
+            if key not in {f.name for f in fields(kind)}:
+                raise unknown(key, [f.name for f in fields(kind)], where, prefix)
+        return super(StrategyConfig, kind).from_dict(values, where=where, prefix=prefix)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, **super().to_dict()}
+
+
+@dataclass
+class Replica:
+    """One replica of a model, as its strategy sees it.
+
+    Attributes:
+        parameters: the trainable ones by name, the same on every replica.
+        config: settings of the compressor that what the strategy sends goes through.
+        iterations: length of the run in optimizer steps.
+        optimizer: the one that steps ``parameters``.
+        group: process group of the replicas; None is the world.
+        open_channel: opens what is sent through.
+    """
+
+    parameters: Mapping[str, Tensor]
+    config: EDGCConfig
+    iterations: int
+    optimizer: torch.optim.Optimizer | None = None
+    group: Any = None
+    open_channel: Callable[..., Channel] = Channel
+
+    def channel(self) -> Channel:
+        """A new channel to the other replicas."""
+        return self.open_channel(self.group)
+
+    def engine(self, iterations: int, *, config: EDGCConfig | None = None, embeddings: Collection[str] = ()) -> Engine:
+        """An engine for tensors of the parameters' shapes, with error feedback of its own.
+
+        Args:
+            iterations: number of its iterations in the run.
+            config: other settings than the replica's.
+            embeddings: names of the parameters that are embeddings.
+        """
+        config = config or self.config
+        limit = config.min_compression_elements
+        shaped = {
+            name: ((shape[0], shape[1]), 8 * parameter.element_size())
+            for name, parameter in self.parameters.items()
+            if compressible(shape := as_matrix(parameter).shape, limit, 8 * parameter.element_size())
+        }
+        return Engine(
+            config,
+            stage=0,
+            shapes=[[shape for shape, _ in shaped.values()]],
+            iterations=iterations,
+            exchange_group=self.group,
+            deferred=True,
+            open_channel=self.open_channel,
+            gradient_bits=mean_bits(shaped.values()),
+            embeddings=embeddings,
+            embedding_shapes=[shape for name, (shape, _) in shaped.items() if name in embeddings],
+        )
+
+
+class Strategy(ABC):
+    """What replicas exchange, and when.
+
+    Attributes:
+        step: optimizer steps that have been taken.
+    """
+
+    step: int = 0
+
+    def reduces(self, step: int) -> bool:
+        """True if the gradients of this step, counted from 1, are averaged before the optimizer."""
+        return False
+
+    def before_step(self, gradients: Mapping[str, Tensor]) -> Steps:
+        """What happens to the gradients, in place, before the optimizer steps."""
+        yield from ()
+
+    def after_step(self) -> Steps:
+        """What happens after the optimizer has stepped; counts the step."""
+        self.step += 1
+        yield from ()
+
+    def shared_state(self) -> dict[str, Any]:
+        """State that is the same on every replica; it is saved once."""
+        return {"step": self.step}
+
+    def own_state(self) -> dict[str, Any]:
+        """State that is this replica's own; a run of another number of replicas begins without, or with another's."""
+        return {}
+
+    def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on from a saved state; ``own`` is None on a replica that had none."""
+        self.step = int(shared["step"])
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A view in which a parameter is compressed: of more than two dimensions the first one by the rest."""
+    return tensor.flatten(1) if tensor.dim() > 2 else tensor
+
+
+def gradients_of(tensors: Mapping[str, Tensor]) -> list[Gradient]:
+    """Named tensors as an engine takes them, which writes into them."""
+    return [Gradient(name, as_matrix(tensor)) for name, tensor in tensors.items()]
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """True if every entry is finite; the same on all replicas for what was averaged. On a GPU the host waits."""
+    first = next(iter(tensors.values()), None)
+    return first is None or bool(finite(tensors.values(), first.device))
+
+
+def strategies() -> tuple[type[StrategyConfig], ...]:
+    """The type of every strategy, in the order of their names: those of the files in ``edgc/strategies``."""
+    _import_all()
+    kinds = [kind for kind in _subclasses(StrategyConfig) if kind.name]
+    return tuple(sorted(kinds, key=lambda kind: kind.name))
+
+
+@cache
+def _import_all() -> None:
+    package = importlib.import_module("edgc.strategies")
+    for info in pkgutil.iter_modules(package.__path__, "edgc.strategies."):
+        importlib.import_module(info.name)
+
+
+def _subclasses(kind: type[StrategyConfig]) -> Iterator[type[StrategyConfig]]:
+    for other in kind.__subclasses__():
+        yield other
+        yield from _subclasses(other)
