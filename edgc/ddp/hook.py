@@ -66,7 +66,7 @@ class Slot:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group: Any = group
-        self.handle: Handle | None = None
+        self.handle: Any = None  # Handle, or edgc.ddp.strategy.StrategyHandle
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle of the model averages plainly, as with the hooks of torch; it can be registered anew."""
@@ -78,7 +78,9 @@ Unregistered = Slot  # name in models that were pickled whole by earlier version
 
 def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DDP's, as the handle in ``slot`` does it."""
-    return allreduce_hook(slot.group, bucket) if slot.handle is None else slot.handle._reduce(bucket)
+    future: torch.futures.Future[torch.Tensor]
+    future = allreduce_hook(slot.group, bucket) if slot.handle is None else slot.handle._reduce(bucket)
+    return future
 
 
 class Handle:

@@ -85,11 +85,11 @@ def register(
         if optimizer is None:
             raise UserError(f"strategy {strategy.name} needs the optimizer", fix="give optimizer=...")
         slot = _slot_of(model) or Slot(model.process_group)
-        handle = StrategyHandle(model, slot, config, strategy, optimizer, iterations)
+        local = StrategyHandle(model, slot, config, strategy, optimizer, iterations)
         if _slot_of(model) is None:
             model.register_comm_hook(slot, hook)
-        slot.handle = handle
-        return handle
+        slot.handle = local
+        return local
     compressed = {
         name: ((shape[0], shape[1]), 8 * parameter.element_size())
         for name, parameter in parameters.items()

@@ -23,7 +23,7 @@ from edgc.errors import UserError
 from edgc.runtime.channel import Channel, all_reduce_bytes
 from edgc.runtime.device import own_modes
 from edgc.runtime.groups import own_group
-from edgc.strategies.base import Replica, StrategyConfig
+from edgc.strategies.base import Asked, Replica, StrategyConfig, finished
 
 
 class StrategyHandle:
@@ -72,20 +72,22 @@ class StrategyHandle:
         return future
 
     def _before_step(self) -> None:
-        for p in self.parameters.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        self._run(self.strategy.before_step({name: p.grad for name, p in self.parameters.items() if p.grad is not None}))
+        gradients = {}
+        for name, p in self.parameters.items():
+            p.grad = gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        if not self._run(self.strategy.before_step(gradients)):
+            for p in self.parameters.values():
+                p.grad = None  # which an optimizer leaves out
 
     def _after_step(self) -> None:
         self._run(self.strategy.after_step())
 
     @own_modes()
-    def _run(self, steps: Steps) -> None:
-        for _ in steps:
-            pass
+    def _run(self, steps: Asked | Steps) -> bool | None:
+        answer = finished(steps)
         self.bytes += sum(channel.bytes for channel in self._opened)
         self._opened.clear()
+        return answer
 
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides model and optimizer, to go on exactly: save one per rank.

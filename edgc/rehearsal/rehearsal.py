@@ -6,9 +6,9 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,24 @@ from edgc.engine import Engine
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.channel import all_reduce_bytes
+from edgc.runtime.device import own_modes
 from edgc.runtime.local import Room
-from edgc.strategies.base import Replica, Strategy, StrategyConfig, as_matrix
+from edgc.strategies.base import Replica, Strategy, StrategyConfig, as_matrix, finished
 
+T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
     """Loss of a model that computes it itself, as those of Hugging Face do: ``model(**batch).loss``, or what a model
     returns that is a tensor."""
-    output = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    output = (
+        model(**batch)
+        if isinstance(batch, Mapping)
+        else model(*batch)
+        if isinstance(batch, (tuple, list))
+        else model(batch)
+    )
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         fix = "give Rehearsal(loss=...), a function of the model and a batch"
@@ -79,7 +87,9 @@ class Report:
             if math.isfinite(value):
                 lines.append(f"{name} {value:.3f}{unit}")
         lines.append(f"gap between replicas {self.gap:.2e}")
-        lines.append(f"memory: {self.memory[0] / 1e6:,.1f} MB here, {self.memory[1] / 1e6:,.1f} MB on each of the replicas")
+        lines.append(
+            f"memory: {self.memory[0] / 1e6:,.1f} MB here, {self.memory[1] / 1e6:,.1f} MB on each of the replicas"
+        )
         return "\n".join(lines)
 
 
@@ -126,9 +136,7 @@ class Rehearsal:
             copies = [copy.deepcopy((model, optimizer)) for _ in range(replicas - 1)]
             self.models += [each for each, _ in copies]
             self.optimizers += [each for _, each in copies]
-        self._parameters = [
-            {name: p for name, p in each.named_parameters() if p.requires_grad} for each in self.models
-        ]
+        self._parameters = [{name: p for name, p in each.named_parameters() if p.requires_grad} for each in self.models]
         members = [
             Replica(
                 self._parameters[self._copy(rank)],
@@ -149,7 +157,9 @@ class Rehearsal:
                 lambda rank: members[rank].engine(iterations, config=plain, embeddings=looked_up)
             )
         self._buckets = self._cut(list(self._parameters[0]))[::-1]
-        self._random = [torch.Generator().manual_seed(torch.initial_seed() + rank).get_state() for rank in range(replicas)]
+        self._random = [
+            torch.Generator().manual_seed(torch.initial_seed() + rank).get_state() for rank in range(replicas)
+        ]
 
     def _copy(self, rank: int) -> int:
         """Index of the model of a replica."""
@@ -174,7 +184,8 @@ class Rehearsal:
             skipped = any(self.room.run(lambda rank: self._reduce(rank, gradients[rank])))
         if came:
             self._buckets = self._cut([*dict.fromkeys(came), *(name for name in gradients[0] if name not in came)])
-        self.room.run(lambda rank: _finish(self.strategies[rank].before_step(gradients[rank])))
+        asked = self.room.run(lambda rank: self._run(self.strategies[rank].before_step(gradients[rank])))
+        skipped = skipped or not asked[0]
         for index, (parameters, optimizer) in enumerate(zip(self._parameters, self.optimizers, strict=True)):
             for name, p in parameters.items():
                 p.grad = gradients[index].get(name)
@@ -183,13 +194,13 @@ class Rehearsal:
             if not skipped:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.room.run(lambda rank: _finish(self.strategies[rank].after_step()))
+        self.room.run(lambda rank: self._run(self.strategies[rank].after_step()))
         self.taken, self.skipped = step, self.skipped + skipped
         return sum(loss for loss, _ in pairs) / self.replicas
 
     def _cut(self, names: Sequence[str]) -> list[list[str]]:
         """Buckets of DDP's usual sizes: what is compressed together decides about rounding."""
-        parameters = [self._parameters[0][name] for name in names]
+        parameters: list[Tensor] = [self._parameters[0][name] for name in names]
         indices, _ = dist._compute_bucket_assignment_by_size(parameters, [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20])
         return [[names[index] for index in bucket] for bucket in indices]
 
@@ -236,6 +247,41 @@ class Rehearsal:
         engine.end_iteration(skipped=given_up)
         return given_up
 
+    @staticmethod
+    @own_modes()
+    def _run(steps: Generator[None, None, T]) -> T:
+        return finished(steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all replicas, to go on exactly with :meth:`load_state_dict` of a rehearsal that was made alike."""
+        return {
+            "taken": self.taken,
+            "skipped": self.skipped,
+            "models": [model.state_dict() for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "engines": [engine.state_dict() for engine in self.engines],
+            "shared": self.strategies[0].shared_state(),
+            "own": [strategy.own_state() for strategy in self.strategies],
+            "random": self._random,
+            "buckets": self._buckets,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, also of another number of replicas where they were equal: what was each one's
+        own, error feedback among it, then begins anew."""
+        state = copy.deepcopy(dict(state))
+        self.taken, self.skipped, self._buckets = state["taken"], state["skipped"], state["buckets"]
+        same = len(state["own"]) == self.replicas
+        for index, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            model.load_state_dict(state["models"][index % len(state["models"])])
+            optimizer.load_state_dict(state["optimizers"][index % len(state["optimizers"])])
+        for rank, strategy in enumerate(self.strategies):
+            strategy.load_state(copy.deepcopy(state["shared"]), state["own"][rank] if same else None)
+        if same:
+            self._random = state["random"]
+            for engine, saved in zip(self.engines, state["engines"], strict=True):
+                engine.load_state_dict(saved)
+
     def report(self) -> Report:
         """Measurements of the steps so far."""
         sent: Counter[str] = sum(self.room.sent, Counter())
@@ -259,12 +305,9 @@ class Rehearsal:
         first, *others = self._parameters
         norm = math.sqrt(sum(float(p.detach().double().square().sum()) for p in first.values()))
         gaps = [
-            math.sqrt(sum(float((p.detach() - other[name].detach()).double().square().sum()) for name, p in first.items()))
+            math.sqrt(
+                sum(float((p.detach() - other[name].detach()).double().square().sum()) for name, p in first.items())
+            )
             for other in others
         ]
         return max(gaps, default=0.0) / norm if norm else 0.0
-
-
-def _finish(steps: Any) -> None:
-    for _ in steps:
-        pass

@@ -14,27 +14,45 @@ next thing happens to the parameters. What they send goes through :attr:`Replica
 counted, or through an engine of their own (:meth:`Replica.engine`), so that any compressor serves, with error feedback
 of that use alone.
 
-When replicas are equal, bit for bit, is :attr:`StrategyConfig.equal`. What is not finite on one replica makes the step or the
-round void on all of them: the strategy's state is as it was, and nothing is half applied.
+When replicas are equal, bit for bit, is :attr:`StrategyConfig.equal`. What is not finite on one replica makes the step
+or the round void on all of them: the strategy's state is as it was, and nothing is half applied.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
-from abc import ABC
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from edgc.checks import Settings, one_of, unknown
 from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite, mean_bits
 from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.lazy import Tensor, torch
+from edgc.runtime.channel import all_reduce_bytes
 
 Equality = Literal["step", "round", "never"]
+T = TypeVar("T")
+Asked = Generator[None, None, bool]
+
+
+@dataclass(frozen=True)
+class StrategyExample:
+    """Settings of a strategy that the tests of all strategies run.
+
+    Attributes:
+        sent: bytes that each of ``world`` replicas sends a step, on average, for fp32 parameters of these shapes.
+        settings: of the strategy.
+        compression: of what it sends.
+    """
+
+    sent: Callable[[Sequence[Sequence[int]], int], float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    compression: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +66,12 @@ class StrategyConfig(Settings):
 
     name: ClassVar[str] = ""
     equal: ClassVar[Equality] = "step"
+    examples: ClassVar[Mapping[str, StrategyExample]] = {}
+
+    @property
+    def period(self) -> int:
+        """Steps of a round."""
+        return 1
 
     def build(self, replica: Replica) -> Strategy:
         """A new strategy for one replica."""
@@ -90,6 +114,15 @@ class Replica:
     group: Any = None
     open_channel: Callable[..., Channel] = Channel
 
+    def mend_optimizer(self) -> None:
+        """Drop the optimizer's state of parameters where it is not finite, as after a step with such a gradient."""
+        if self.optimizer is None:
+            return
+        for p in self.parameters.values():
+            state = self.optimizer.state.get(p, {})
+            if not all(bool(each.isfinite().all()) for each in state.values() if isinstance(each, torch.Tensor)):
+                del self.optimizer.state[p]
+
     def channel(self) -> Channel:
         """A new channel to the other replicas."""
         return self.open_channel(self.group)
@@ -123,7 +156,7 @@ class Replica:
         )
 
 
-class Strategy(ABC):
+class Strategy:
     """What replicas exchange, and when.
 
     Attributes:
@@ -136,12 +169,17 @@ class Strategy(ABC):
         """True if the gradients of this step, counted from 1, are averaged before the optimizer."""
         return False
 
-    def before_step(self, gradients: Mapping[str, Tensor]) -> Steps:
-        """What happens to the gradients, in place, before the optimizer steps."""
+    def before_step(self, gradients: Mapping[str, Tensor]) -> Asked:
+        """What happens to the gradients, in place, before the optimizer steps.
+
+        Returns:
+            False if the optimizer is not to step: the same answer on every replica.
+        """
         yield from ()
+        return True
 
     def after_step(self) -> Steps:
-        """What happens after the optimizer has stepped; counts the step."""
+        """What happens after the optimizer has stepped, or should have; counts the step."""
         self.step += 1
         yield from ()
 
@@ -158,6 +196,16 @@ class Strategy(ABC):
         self.step = int(shared["step"])
 
 
+def finished(steps: Generator[None, None, T]) -> T:
+    """Run a generator of the contract to its end; returns what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            answer: T = end.value
+            return answer
+
+
 def as_matrix(tensor: Tensor) -> Tensor:
     """A view in which a parameter is compressed: of more than two dimensions the first one by the rest."""
     return tensor.flatten(1) if tensor.dim() > 2 else tensor
@@ -166,6 +214,11 @@ def as_matrix(tensor: Tensor) -> Tensor:
 def gradients_of(tensors: Mapping[str, Tensor]) -> list[Gradient]:
     """Named tensors as an engine takes them, which writes into them."""
     return [Gradient(name, as_matrix(tensor)) for name, tensor in tensors.items()]
+
+
+def dense_bytes(shapes: Sequence[Sequence[int]], world: int) -> float:
+    """Bytes that each of ``world`` replicas sends to average fp32 tensors of these shapes."""
+    return float(sum(all_reduce_bytes(4 * math.prod(shape), world) for shape in shapes))
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:

@@ -6,14 +6,28 @@ Algorithm 1; defaults of its public reimplementations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from edgc.checks import number
 from edgc.compressors.base import Steps
 from edgc.lazy import Tensor
-from edgc.strategies.base import Replica, Strategy, StrategyConfig, all_finite, gradients_of
+from edgc.strategies.base import (
+    Replica,
+    Strategy,
+    StrategyConfig,
+    StrategyExample,
+    all_finite,
+    dense_bytes,
+    gradients_of,
+)
+
+
+def _low_rank(shapes: Sequence[Sequence[int]], world: int) -> float:
+    """Bytes a step of the second example: rank 4, its two factors, every five steps; vectors as they are."""
+    sent = [[(shape[0] + shape[1]) * 4] if len(shape) == 2 else shape for shape in shapes]
+    return dense_bytes(sent, world) / 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +43,11 @@ class DiLoCoConfig(StrategyConfig):
 
     name = "diloco"
     equal = "round"
+    examples = {
+        "diloco": StrategyExample(lambda shapes, world: dense_bytes(shapes, world) / 5, {"every": 5}),
+        "diloco_powersgd": StrategyExample(_low_rank, {"every": 5}, {"method": "powersgd", "rank": 4}),
+    }
+
     every: int = 30
     lr: float = 0.7
     momentum: float = 0.9
@@ -39,6 +58,10 @@ class DiLoCoConfig(StrategyConfig):
         self._whole("warmup_steps", 0)
         number("lr", self.lr, 0, open_low=True)
         number("momentum", self.momentum, 0, 1)
+
+    @property
+    def period(self) -> int:
+        return self.every
 
     def build(self, replica: Replica) -> DiLoCo:
         return DiLoCo(self, replica)
@@ -73,7 +96,9 @@ class DiLoCo(Strategy):
         yield from self.engine.exchange(gradients_of(deltas), self.replica.group)
         ok = all_finite(deltas)
         self.engine.end_iteration(skipped=not ok)
-        if ok:
+        if not ok:
+            self.replica.mend_optimizer()
+        else:
             for name, delta in deltas.items():
                 self._outer_step(name, delta)
         for name, p in self.parameters.items():
@@ -95,8 +120,8 @@ class DiLoCo(Strategy):
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         super().load_state(shared, own)
-        for name, p in self.parameters.items():
-            self.anchor[name].copy_(shared["anchor"][name])
+        for name, anchor in self.anchor.items():
+            anchor.copy_(shared["anchor"][name])
             self.velocity[name].copy_(shared["velocity"][name])
         if own is not None:
             self.engine.load_state_dict(own["engine"])

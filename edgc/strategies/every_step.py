@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.strategies.base import Replica, Strategy, StrategyConfig
+from edgc.strategies.base import Replica, Strategy, StrategyConfig, StrategyExample, dense_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +13,7 @@ class EveryStepConfig(StrategyConfig):
 
     name = "every_step"
     equal = "step"
+    examples = {"every_step": StrategyExample(dense_bytes)}
 
     def build(self, replica: Replica) -> EveryStep:
         return EveryStep()

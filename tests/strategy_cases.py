@@ -1,0 +1,92 @@
+"""A small problem in any type, for the tests of strategies: a network that learns from a teacher, by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from edgc.config import EDGCConfig
+from edgc.rehearsal import Rehearsal
+from edgc.strategies import StrategyConfig
+
+ROWS, HIDDEN, COLUMNS = 16, 24, 8
+SHAPES = [(HIDDEN, ROWS), (HIDDEN,), (COLUMNS, HIDDEN), (COLUMNS,)]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def adamw(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(ROWS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, COLUMNS)).to(dtype)
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Inputs of a replica's step, counted from 0."""
+    return torch.randn(12, ROWS, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
+
+
+def loss(model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    teacher = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(9)).to(inputs.dtype)
+    return (model(inputs) - (inputs @ teacher).tanh()).square().mean()
+
+
+def gradients(parameters: Mapping[str, Tensor], step: int, rank: int) -> dict[str, Tensor]:
+    """Gradients of a replica at a step, at these parameters, in float64: for references."""
+    leaves = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
+    model = network(torch.float64)
+    value = loss(lambda inputs: functional_call(model, leaves, (inputs,)), batch(step, rank, torch.float64))
+    return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+
+
+def start() -> dict[str, Tensor]:
+    """The first weights, in float64."""
+    return {name: p.detach().double().clone() for name, p in network().named_parameters()}
+
+
+def rehearsal(
+    strategy: Mapping[str, Any],
+    compression: Mapping[str, Any] | None = None,
+    *,
+    world: int = 2,
+    make: Make = sgd,
+    dtype: torch.dtype = torch.float32,
+    iterations: int = 40,
+) -> Rehearsal:
+    model = network(dtype)
+    return Rehearsal(
+        model,
+        optimizer=make(model),
+        config=EDGCConfig.from_dict({"min_compression_elements": 1, **(compression or {})}),
+        strategy=StrategyConfig.from_dict(strategy),
+        replicas=world,
+        iterations=iterations,
+        loss=loss,
+    )
+
+
+def train(trained: Rehearsal, steps: int, *, dtype: torch.dtype = torch.float32) -> Rehearsal:
+    for _ in range(steps):
+        trained.step([batch(trained.taken, rank, dtype) for rank in range(trained.replicas)])
+    return trained
+
+
+def weights(trained: Rehearsal, replica: int = 0) -> dict[str, Tensor]:
+    model = trained.models[replica % len(trained.models)]
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Largest difference of an entry, relative to the largest entry."""
+    return max(float((one[n].double() - other[n].double()).abs().max() / other[n].abs().max()) for n in other)

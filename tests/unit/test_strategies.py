@@ -1,0 +1,108 @@
+"""Laws that every strategy keeps, on the examples that its settings name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from edgc.errors import UserError
+from edgc.rehearsal import Rehearsal
+from edgc.strategies import StrategyConfig, strategies
+from tests.strategy_cases import SHAPES, adamw, batch, distance, rehearsal, sgd, train, weights
+
+EXAMPLES = {name: (kind, example) for kind in strategies() for name, example in kind.examples.items()}
+each = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def made(name: str, world: int = 2, **options: Any) -> tuple[Rehearsal, StrategyConfig]:
+    kind, example = EXAMPLES[name]
+    settings = kind.from_dict(example.settings)
+    return rehearsal(settings.to_dict(), example.compression, world=world, **options), settings
+
+
+def replicas(trained: Rehearsal) -> Iterator[dict[str, torch.Tensor]]:
+    return (weights(trained, rank) for rank in range(len(trained.models)))
+
+
+@each
+def test_replicas_hold_the_same_bits_when_the_strategy_says_so(name: str) -> None:
+    trained, settings = made(name, world=3)
+    first = weights(trained)
+    train(trained, 2 * settings.period)
+    gaps = [distance(other, weights(trained)) for other in replicas(trained)]
+    assert distance(weights(trained), first) > 1e-3  # it has learned
+    assert max(gaps) > 0 if settings.equal == "never" else max(gaps) == 0
+
+
+@each
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_bytes_are_those_of_the_formula(name: str, world: int) -> None:
+    trained, settings = made(name, world)
+    steps = 2 * settings.period
+    train(trained, steps)
+    sent = {sum(counts.values()) for counts in trained.room.sent}
+    assert len(sent) == 1
+    assert sent.pop() == pytest.approx(steps * EXAMPLES[name][1].sent(SHAPES, world), rel=1e-9)
+
+
+@each
+def test_a_run_that_resumes_equals_one_that_never_stopped(name: str) -> None:
+    trained, settings = made(name)
+    train(trained, settings.period + max(1, settings.period // 2))
+    state = copy.deepcopy(trained.state_dict())
+    train(trained, 2 * settings.period)
+    resumed, _ = made(name)
+    resumed.load_state_dict(state)
+    train(resumed, 2 * settings.period)
+    for one, other in zip(replicas(trained), replicas(resumed), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@each
+def test_a_run_goes_on_with_another_number_of_replicas(name: str) -> None:
+    trained, settings = made(name)
+    train(trained, settings.period)
+    wider, _ = made(name, world=4)
+    wider.load_state_dict(trained.state_dict())
+    if settings.equal != "never":
+        assert all(distance(each, weights(trained)) == 0 for each in replicas(wider))
+    train(wider, settings.period)
+    gaps = [distance(other, weights(wider)) for other in replicas(wider)]
+    assert settings.equal == "never" or max(gaps) == 0
+
+
+@each
+def test_a_gradient_that_is_not_finite_makes_step_or_round_void_on_all(name: str) -> None:
+    trained, settings = made(name, make=adamw if EXAMPLES[name][0].equal == "round" else sgd)
+    train(trained, settings.period)
+    before = weights(trained)
+    for step in range(settings.period):
+        inputs = [batch(trained.taken, rank) for rank in range(2)]
+        if step == settings.period // 2:
+            inputs[1][0, 0] = math.nan
+        trained.step(inputs)
+    for after in replicas(trained):
+        assert all(p.isfinite().all() for p in after.values())
+        assert settings.equal == "never" or all(torch.equal(after[key], before[key]) for key in before)
+    train(trained, 2 * settings.period)
+    assert all(p.isfinite().all() for after in replicas(trained) for p in after.values())
+    assert distance(weights(trained), before) > 0
+
+
+def test_local_updates_of_one_step_are_data_parallel_sgd() -> None:
+    outer = {"name": "diloco", "every": 1, "lr": 1.0, "momentum": 0.0}
+    local = train(rehearsal(outer, world=4, dtype=torch.float64), 20, dtype=torch.float64)
+    parallel = train(rehearsal({"name": "every_step"}, world=4, dtype=torch.float64), 20, dtype=torch.float64)
+    assert distance(weights(local), weights(parallel)) < 1e-12
+
+
+def test_unknown_names_and_keys_are_refused() -> None:
+    with pytest.raises(UserError, match="name = 'dilocо'"):
+        StrategyConfig.from_dict("dilocо")
+    with pytest.raises(UserError, match="unknown key evry"):
+        StrategyConfig.from_dict({"name": "diloco", "evry": 3})
