@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch.func import functional_call
 
 from edgc.config import EDGCConfig
 from edgc.rehearsal import Rehearsal
-from edgc.strategies import StrategyConfig
+from edgc.strategies import StrategyConfig, strategies
 
 ROWS, HIDDEN, COLUMNS = 16, 24, 8
 SHAPES = [(HIDDEN, ROWS), (HIDDEN,), (COLUMNS, HIDDEN), (COLUMNS,)]
+EXAMPLES = {name: (kind, example) for kind in strategies() for name, example in kind.examples.items()}
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -74,6 +75,47 @@ def rehearsal(
         iterations=iterations,
         loss=loss,
     )
+
+
+def settings_of(name: str) -> StrategyConfig:
+    """Strategy of an example."""
+    kind, example = EXAMPLES[name]
+    return kind.from_dict(example.settings)
+
+
+def optimizer_of(name: str) -> Make:
+    """Inner optimizer of an example; strategies of every step make directions themselves, for plain SGD."""
+    return sgd if EXAMPLES[name][0].equal == "step" else adamw
+
+
+def made(name: str, world: int = 2, **options: Any) -> tuple[Rehearsal, StrategyConfig]:
+    """Rehearsal of an example, and its settings."""
+    settings = settings_of(name)
+    return rehearsal(settings.to_dict(), EXAMPLES[name][1].compression, world=world, **options), settings
+
+
+class Workers:
+    """Replicas of a reference in float64, each with its weights and an inner optimizer of its own."""
+
+    def __init__(self, world: int, inner: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None) -> None:
+        self.weights = [start() for _ in range(world)]
+        make = inner or (lambda tensors: torch.optim.AdamW(tensors, lr=3e-3))
+        self.inner = [make(list(each.values())) for each in self.weights]
+
+    def step(self, step: int) -> None:
+        """Local step of every replica, counted from 0."""
+        for rank, (each, optimizer) in enumerate(zip(self.weights, self.inner, strict=True)):
+            for name, gradient in gradients(each, step, rank).items():
+                each[name].grad = gradient
+            optimizer.step()
+
+    def mean(self, name: str) -> Tensor:
+        return torch.stack([each[name] for each in self.weights]).mean(0)
+
+    def restart(self, name: str, weight: Tensor) -> None:
+        """Put all replicas at one weight."""
+        for each in self.weights:
+            each[name].data.copy_(weight)
 
 
 def train(trained: Rehearsal, steps: int, *, dtype: torch.dtype = torch.float32) -> Rehearsal:

@@ -45,7 +45,6 @@ class StrategyHandle:
     ) -> None:
         self.group = own_group(model.process_group)
         self.bytes = 0
-        self._opened: list[Channel] = []
         parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self.parameters: Mapping[str, Tensor] = parameters
         replica = Replica(parameters, config, iterations, optimizer, self.group, self._open)
@@ -58,9 +57,7 @@ class StrategyHandle:
         ]
 
     def _open(self, *options: Any) -> Channel:
-        channel = Channel(*options)
-        self._opened.append(channel)
-        return channel
+        return _Counted(self, *options)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of DDP's in steps in which the strategy says so."""
@@ -84,10 +81,17 @@ class StrategyHandle:
 
     @own_modes()
     def _run(self, steps: Asked | Steps) -> bool | None:
-        answer = finished(steps)
-        self.bytes += sum(channel.bytes for channel in self._opened)
-        self._opened.clear()
-        return answer
+        return finished(steps)
+
+    def mean_weights(self) -> dict[str, Tensor]:
+        """Means of the replicas' parameters by name, which are evaluated where replicas are never equal. To be called
+        on every rank; not counted."""
+        means = {name: p.detach().clone() for name, p in self.parameters.items()}
+        channel = Channel(self.group)
+        for mean in means.values():
+            channel.mean_(mean)
+        channel.finish()
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides model and optimizer, to go on exactly: save one per rank.
@@ -99,7 +103,7 @@ class StrategyHandle:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of this rank, or of any where the number of ranks has changed: what is a rank's
-        own is then left out."""
+        own is then left out. The model has its weights by then."""
         need(state, ("settings", "world", "shared", "own"), "state")
         if state["settings"] != self._settings:
             raise UserError("the saved state is of other settings", where="edgc.ddp", fix="register with the same")
@@ -114,3 +118,15 @@ class StrategyHandle:
             self._slot.handle = None
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(self.group)
+
+
+class _Counted(Channel):
+    """Channel whose bytes its handle counts as they are sent: an exchange may go on from one step to the next."""
+
+    def __init__(self, handle: StrategyHandle, *options: Any) -> None:
+        super().__init__(*options)
+        self.handle = handle
+
+    def _count(self, kind: str, sent: int) -> None:
+        super()._count(kind, sent)
+        self.handle.bytes += sent

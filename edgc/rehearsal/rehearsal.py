@@ -20,7 +20,7 @@ from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
-from edgc.runtime.channel import all_reduce_bytes
+from edgc.runtime.channel import after_sum, all_reduce_bytes, before_sum
 from edgc.runtime.device import own_modes
 from edgc.runtime.local import Room
 from edgc.strategies.base import Replica, Strategy, StrategyConfig, as_matrix, finished
@@ -251,6 +251,20 @@ class Rehearsal:
     @own_modes()
     def _run(steps: Generator[None, None, T]) -> T:
         return finished(steps)
+
+    def mean_weights(self) -> dict[str, Tensor]:
+        """Means of the replicas' parameters by name, which are evaluated where replicas are never equal."""
+        means = {}
+        for name in self._parameters[0]:
+            shares = [each[name].detach().clone() for each in self._parameters]
+            for share in shares:
+                before_sum(share, len(shares))
+            mean = shares[0]
+            for share in shares[1:]:
+                mean += share
+            after_sum(mean, len(shares))
+            means[name] = mean
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         """State of all replicas, to go on exactly with :meth:`load_state_dict` of a rehearsal that was made alike."""

@@ -5,10 +5,10 @@ stream, and the seconds between two marks are read when somebody asks for them.
 
 In the traces of ``torch.profiler``, and in those of tools that listen to it, ``edgc::compress`` is what a reduction
 does before its last wait for a collective, ``edgc::decompress`` what comes after it; ``edgc::all_reduce``,
-``edgc::reduce_scatter``, ``edgc::all_to_all`` and ``edgc::all_gather`` start a collective, and ``edgc::wait`` waits for
-all that were started: on a GPU the stream does, and the host goes on at once. Buckets of DDP and Megatron-Core are
-reduced in a thread of their own. Of other threads than its own torch's profiler shows only kernels, unless it is told
-to take all of them::
+``edgc::reduce_scatter``, ``edgc::all_to_all``, ``edgc::all_gather`` and ``edgc::swap`` start a collective, and
+``edgc::wait`` waits for all that were started: on a GPU the stream does, and the host goes on at once. Buckets of DDP
+and Megatron-Core are reduced in a thread of their own. Of other threads than its own torch's profiler shows only
+kernels, unless it is told to take all of them::
 
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=all_threads) as profiler:
@@ -108,7 +108,7 @@ class Channel:
         world: number of ranks.
         bytes: what this rank has sent so far, by the formula of the bandwidth-optimal (ring or direct) algorithm: of
             a tensor of n bytes, 2(W-1)/W n for an all-reduce, (W-1)/W n for a reduce-scatter and for an all-to-all
-            (n: all destinations together), and (W-1) n for an all-gather (n: one rank's share).
+            (n: all destinations together), (W-1) n for an all-gather (n: one rank's share), and n for a swap.
         waited: time that :meth:`finish` took: communication that nothing hid.
     """
 
@@ -164,6 +164,14 @@ class Channel:
             self._start(self._all_gather(output, source), source)
         self._count("all_gather", (self.world - 1) * source.nbytes)
 
+    def swap(self, output: Tensor, source: Tensor, other: int) -> None:
+        """Exchange tensors with the rank ``other`` of the group, which does so with this one; of this rank itself
+        ``source`` is copied, and nothing is sent."""
+        with span("edgc::swap"):
+            for work in self._swap(output, source, other):
+                self._start(work, source)
+        self._count("swap", 0 if other == self.rank else source.nbytes)
+
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank; pickled, and not counted."""
         return gather_objects(value, self.group)
@@ -188,6 +196,17 @@ class Channel:
     def _all_gather(self, output: Tensor, source: Tensor) -> Any:
         start = collective("all_gather_single", "all_gather_into_tensor")
         return start(output, source, group=self.group, async_op=True)
+
+    def _swap(self, output: Tensor, source: Tensor, other: int) -> Sequence[Any]:
+        if other == self.rank:
+            output.copy_(source)
+            return []
+        operations = [
+            torch.distributed.P2POp(operation, tensor, group=self.group, group_peer=other)
+            for operation, tensor in ((torch.distributed.isend, source), (torch.distributed.irecv, output))
+        ]
+        works: Sequence[Any] = torch.distributed.batch_isend_irecv(operations)
+        return works
 
     def _count(self, kind: str, sent: int) -> None:
         self.bytes += sent

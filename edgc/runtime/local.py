@@ -134,11 +134,19 @@ def _joined(sources: Sequence[Tensor]) -> list[Tensor]:
     return [torch.stack([source.reshape(-1) for source in sources])] * len(sources)
 
 
-_RESULTS: dict[str, Callable[[Sequence[Tensor]], list[Tensor]]] = {
+def _swapped(sources: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    for rank, (other, _) in enumerate(sources):
+        if sources[other][0] != rank:
+            raise RuntimeError(f"replica {rank} swaps with {other}, which swaps with {sources[other][0]}")
+    return [sources[other][1] for other, _ in sources]
+
+
+_RESULTS: dict[str, Callable[[Sequence[Any]], list[Tensor]]] = {
     "all_reduce": _sums,
     "reduce_scatter": _parts,
     "all_to_all": _exchanged,
     "all_gather": _joined,
+    "swap": _swapped,
 }
 
 
@@ -178,7 +186,7 @@ class LocalChannel(Channel):
         super()._count(kind, sent)
         self.room.sent[self.rank][kind] += sent
 
-    def _call(self, kind: str, output: Tensor, source: Tensor) -> _Work:
+    def _call(self, kind: str, output: Tensor, source: Any) -> _Work:
         self._calls.append((kind, output, source))
         return _Work()
 
@@ -193,3 +201,6 @@ class LocalChannel(Channel):
 
     def _all_gather(self, output: Tensor, source: Tensor) -> _Work:
         return self._call("all_gather", output, source)
+
+    def _swap(self, output: Tensor, source: Tensor, other: int) -> Sequence[_Work]:
+        return [self._call("swap", output, (other, source))]

@@ -12,7 +12,7 @@ replica in the same order:
 The last two are generators that yield where collectives have been started; a driver runs them to their end before the
 next thing happens to the parameters. What they send goes through :attr:`Replica.open_channel`, where its bytes are
 counted, or through an engine of their own (:meth:`Replica.engine`), so that any compressor serves, with error feedback
-of that use alone.
+of that use alone. What overlaps with steps may stay under way when a generator has ended.
 
 When replicas are equal, bit for bit, is :attr:`StrategyConfig.equal`. What is not finite on one replica makes the step
 or the round void on all of them: the strategy's state is as it was, and nothing is half applied.
@@ -32,6 +32,7 @@ from edgc.checks import Settings, one_of, unknown
 from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite, mean_bits
 from edgc.config import EDGCConfig
 from edgc.engine import Engine
+from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import all_reduce_bytes
 
@@ -122,6 +123,12 @@ class Replica:
             state = self.optimizer.state.get(p, {})
             if not all(bool(each.isfinite().all()) for each in state.values() if isinstance(each, torch.Tensor)):
                 del self.optimizer.state[p]
+
+    def refuse_compression(self, name: str) -> None:
+        """Refuse a method of compression, for a strategy of this name that sends in a format of its own."""
+        if self.config.method != "none":
+            what = f"strategy {name} sends in a format of its own, not by compression.method = {self.config.method!r}"
+            raise UserError(what, fix="set compression.method: none")
 
     def channel(self) -> Channel:
         """A new channel to the other replicas."""

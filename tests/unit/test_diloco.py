@@ -5,25 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.strategy_cases import adamw, distance, gradients, rehearsal, start, train, weights
+from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
 
 
 def reference(world: int, steps: int, every: int, lr: float, momentum: float) -> dict[str, torch.Tensor]:
     anchor, velocity = start(), {name: torch.zeros_like(p) for name, p in start().items()}
-    local = [start() for _ in range(world)]
-    inner = [torch.optim.AdamW(each.values(), lr=3e-3) for each in local]
+    workers = Workers(world)
     for step in range(steps):
-        for rank, each in enumerate(local):
-            for name, gradient in gradients(each, step, rank).items():
-                each[name].grad = gradient
-            inner[rank].step()
+        workers.step(step)
         if (step + 1) % every == 0:
             for name, weight in anchor.items():
-                delta = sum(weight - each[name] for each in local) / world
+                delta = weight - workers.mean(name)
                 velocity[name] = momentum * velocity[name] + delta
                 anchor[name] = weight - lr * (delta + momentum * velocity[name])
-                for each in local:
-                    each[name].data.copy_(anchor[name])
+                workers.restart(name, anchor[name])
     return anchor
 
 
@@ -32,3 +27,16 @@ def test_diloco_is_its_algorithm(world: int) -> None:
     settings = {"name": "diloco", "every": 5, "lr": 0.7, "momentum": 0.9}
     trained = train(rehearsal(settings, world=world, make=adamw, dtype=torch.float64), 20, dtype=torch.float64)
     assert distance(weights(trained), reference(world, 20, 5, 0.7, 0.9)) < 1e-10
+
+
+def test_warm_up_is_data_parallel_and_moves_the_anchor() -> None:
+    warm = rehearsal({"name": "diloco", "every": 5, "warmup_steps": 3}, make=adamw)
+    parallel = rehearsal({"name": "every_step"}, make=adamw)
+    for each in (warm, parallel):
+        train(each, 3)
+    assert distance(weights(warm), weights(parallel)) == distance(weights(warm, 1), weights(parallel)) == 0
+    assert distance(warm.strategies[0].shared_state()["anchor"], weights(parallel)) == 0
+    train(warm, 4)
+    assert distance(weights(warm), weights(warm, 1)) > 0
+    train(warm, 1)
+    assert distance(weights(warm), weights(warm, 1)) == 0
