@@ -1,0 +1,84 @@
+"""MuLoCo beside its algorithm, written down once more in float64; and its inner optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from edgc.optimizers import MuonAndAdamW, muon
+from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+
+def inner(tensors: Iterable[Tensor]) -> torch.optim.Optimizer:
+    tensors = list(tensors)
+    return MuonAndAdamW([p for p in tensors if p.dim() == 2], [p for p in tensors if p.dim() < 2])
+
+
+@needs_muon
+@pytest.mark.parametrize("world", [2, 4])
+def test_muloco_is_its_algorithm(world: int) -> None:
+    trained = rehearsal({"name": "muloco", "every": 5}, world=world, make=muon, dtype=torch.float64)
+    anchor, velocity = start(), {name: torch.zeros_like(p) for name, p in start().items()}
+    workers = Workers(world, inner)
+    for step in range(20):
+        workers.step(step)
+        if (step + 1) % 5 == 0:
+            for name, weight in anchor.items():
+                delta = weight - workers.mean(name)
+                velocity[name] = 0.8 * velocity[name] + delta
+                anchor[name] = weight - 0.9 * (delta + 0.8 * velocity[name])
+                workers.restart(name, anchor[name])
+    assert distance(weights(train(trained, 20, dtype=torch.float64)), anchor) < 1e-8
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_error_feedback_decays_from_round_to_round(world: int) -> None:
+    """What is compressed is of fp32 at most, so only up to its rounding."""
+    settings, topk = {"name": "muloco", "every": 5}, {"method": "topk", "density": 0.25}
+    trained = train(rehearsal(settings, topk, world=world, make=adamw), 20)
+    anchor, velocity = start(), {name: torch.zeros_like(p) for name, p in start().items()}
+    errors = [{name: torch.zeros_like(p) for name, p in start().items()} for _ in range(world)]
+    workers = Workers(world)
+    for step in range(20):
+        workers.step(step)
+        if (step + 1) % 5:
+            continue
+        for name, weight in anchor.items():
+            sent = []
+            for error, own in zip(errors, workers.weights, strict=True):
+                owed = 0.95 * error[name] + weight - own[name].detach()
+                limit = owed.abs().flatten().sort().values[-round(0.25 * owed.numel())] if owed.dim() == 2 else 0
+                sent.append(torch.where(owed.abs() >= limit, owed, 0))
+                error[name] = owed - sent[-1]
+            delta = torch.stack(sent).mean(0)
+            velocity[name] = 0.8 * velocity[name] + delta
+            anchor[name] = weight - 0.9 * (delta + 0.8 * velocity[name])
+            workers.restart(name, anchor[name])
+    assert distance(weights(trained), anchor) < 1e-4
+
+
+@needs_muon
+def test_muon_scales_by_outputs_over_inputs_and_is_one_optimizer() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 16), nn.Linear(16, 4))
+    optimizer = muon(model, weight_decay=0.0)
+    before = copy.deepcopy(model)
+    model(torch.tensor([1, 2, 3])).square().sum().backward()
+    optimizer.step()
+    for layer, scale in ((1, 2.0), (2, 0.5)):
+        weight, old = (each.get_parameter(f"{layer}.weight").detach() for each in (model, before))
+        moved = torch.linalg.matrix_norm(weight - old, 2)
+        assert float(moved) == pytest.approx(0.044 * scale, rel=0.3)  # Newton-Schulz is not exact
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 3]  # two matrices and AdamW's
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, steps in ((model, optimizer), (twin_model, twin)):
+        steps.zero_grad()
+        each(torch.tensor([0, 1])).square().sum().backward()
+        steps.step()
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), twin_model.parameters(), strict=True))
