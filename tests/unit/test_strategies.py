@@ -12,17 +12,10 @@ import torch
 
 from edgc.errors import UserError
 from edgc.rehearsal import Rehearsal
-from edgc.strategies import StrategyConfig, strategies
-from tests.strategy_cases import SHAPES, adamw, batch, distance, rehearsal, sgd, train, weights
+from edgc.strategies import StrategyConfig
+from tests.strategy_cases import EXAMPLES, SHAPES, batch, distance, made, optimizer_of, rehearsal, train, weights
 
-EXAMPLES = {name: (kind, example) for kind in strategies() for name, example in kind.examples.items()}
 each = pytest.mark.parametrize("name", EXAMPLES)
-
-
-def made(name: str, world: int = 2, **options: Any) -> tuple[Rehearsal, StrategyConfig]:
-    kind, example = EXAMPLES[name]
-    settings = kind.from_dict(example.settings)
-    return rehearsal(settings.to_dict(), example.compression, world=world, **options), settings
 
 
 def replicas(trained: Rehearsal) -> Iterator[dict[str, torch.Tensor]]:
@@ -78,7 +71,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(name: str) -> None:
 
 @each
 def test_a_gradient_that_is_not_finite_makes_step_or_round_void_on_all(name: str) -> None:
-    trained, settings = made(name, make=adamw if EXAMPLES[name][0].equal == "round" else sgd)
+    trained, settings = made(name, make=optimizer_of(name))
     train(trained, settings.period)
     before = weights(trained)
     for step in range(settings.period):
@@ -86,6 +79,8 @@ def test_a_gradient_that_is_not_finite_makes_step_or_round_void_on_all(name: str
         if step == settings.period // 2:
             inputs[1][0, 0] = math.nan
         trained.step(inputs)
+    if settings.equal == "never":
+        train(trained, settings.period)  # what is under way may be of before
     for after in replicas(trained):
         assert all(p.isfinite().all() for p in after.values())
         assert settings.equal == "never" or all(torch.equal(after[key], before[key]) for key in before)
@@ -94,11 +89,23 @@ def test_a_gradient_that_is_not_finite_makes_step_or_round_void_on_all(name: str
     assert distance(weights(trained), before) > 0
 
 
-def test_local_updates_of_one_step_are_data_parallel_sgd() -> None:
-    outer = {"name": "diloco", "every": 1, "lr": 1.0, "momentum": 0.0}
-    local = train(rehearsal(outer, world=4, dtype=torch.float64), 20, dtype=torch.float64)
-    parallel = train(rehearsal({"name": "every_step"}, world=4, dtype=torch.float64), 20, dtype=torch.float64)
-    assert distance(weights(local), weights(parallel)) < 1e-12
+WHOLE = {"every": 1, "lr": 1.0, "momentum": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (4, {"name": "diloco", **WHOLE}),
+        (4, {"name": "muloco", **WHOLE}),
+        (4, {"name": "streaming_diloco", "fragments": 1, "delay": 0, "alpha": 0.0, **WHOLE}),
+        (2, {"name": "noloco", **WHOLE}),  # of one pair
+    ],
+)
+def test_local_updates_of_one_step_are_data_parallel_sgd(world: int, strategy: dict[str, Any]) -> None:
+    local = train(rehearsal(strategy, world=world, dtype=torch.float64), 20, dtype=torch.float64)
+    parallel = train(rehearsal({"name": "every_step"}, world=world, dtype=torch.float64), 20, dtype=torch.float64)
+    assert distance(local.mean_weights(), weights(parallel)) < 1e-12
+    assert all(distance(each, weights(parallel)) < 1e-12 for each in replicas(local))
 
 
 def test_unknown_names_and_keys_are_refused() -> None:

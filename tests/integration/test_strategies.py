@@ -1,0 +1,96 @@
+"""Every strategy under DDP over gloo, one launch of two ranks and one of four, beside its rehearsal in one process."""
+
+from __future__ import annotations
+
+import faulthandler
+from functools import cache
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import edgc
+from edgc import EDGCConfig
+from edgc.ddp.strategy import StrategyHandle
+from tests.strategy_cases import (
+    EXAMPLES,
+    batch,
+    distance,
+    loss,
+    made,
+    network,
+    optimizer_of,
+    settings_of,
+    train,
+    weights,
+)
+from tests.workers import run_workers, same
+
+pytestmark = pytest.mark.slow
+each = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def steps_of(name: str) -> int:
+    """Two rounds and a step, so that something is under way at the end."""
+    return 2 * settings_of(name).period + 1
+
+
+def trained(name: str) -> dict[str, Any]:
+    """What a rank has after the steps of an example."""
+    rank, model = dist.get_rank(), network()
+    optimizer = optimizer_of(name)(model)
+    wrapped = DistributedDataParallel(model)
+    config = EDGCConfig.from_dict({"min_compression_elements": 1, **EXAMPLES[name][1].compression})
+    handle = edgc.register(wrapped, config, iterations=40, strategy=settings_of(name), optimizer=optimizer)
+    losses = []
+    for step in range(steps_of(name)):
+        optimizer.zero_grad()
+        value = loss(wrapped, batch(step, rank))
+        value.backward()
+        optimizer.step()
+        losses.append(float(value))
+    found: dict[str, Any] = {"weights": {key: p.detach() for key, p in model.named_parameters()}, "losses": losses}
+    if isinstance(handle, StrategyHandle):  # that of every_step is another
+        found |= {"bytes": handle.bytes, "mean": handle.mean_weights(), "state": handle.state_dict()}
+    handle.remove()
+    return found
+
+
+def trained_each() -> dict[str, dict[str, Any]]:
+    faulthandler.dump_traceback_later(300, exit=True)
+    found = {name: trained(name) for name in EXAMPLES}
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+@cache
+def ranks(world: int) -> list[dict[str, dict[str, Any]]]:
+    return run_workers(world, trained_each)
+
+
+@each
+def test_two_ranks_are_their_rehearsal_bit_for_bit(name: str) -> None:
+    found = [rank[name] for rank in ranks(2)]
+    rehearsed, _ = made(name, 2, make=optimizer_of(name))
+    for step in range(steps_of(name)):
+        rehearsed_loss = rehearsed.step([batch(step, rank) for rank in range(2)])
+        assert rehearsed_loss == sum(rank["losses"][step] for rank in found) / 2, step
+    for rank, own in enumerate(found):
+        assert same(own["weights"], weights(rehearsed, rank))
+        if "bytes" in own:
+            assert own["bytes"] == sum(rehearsed.room.sent[rank].values())
+            assert same(own["mean"], rehearsed.mean_weights())
+            strategy = rehearsed.strategies[rank]
+            assert same(own["state"]["shared"], strategy.shared_state())
+            assert same(own["state"]["own"], strategy.own_state())
+
+
+@each
+def test_four_ranks_are_their_rehearsal_within_rounding(name: str) -> None:
+    found = [rank[name] for rank in ranks(4)]
+    rehearsed, _ = made(name, 4, make=optimizer_of(name))
+    train(rehearsed, steps_of(name))
+    for rank, own in enumerate(found):
+        assert distance(own["weights"], weights(rehearsed, rank)) < 1e-4
+        assert own.get("bytes", 0) in (0, sum(rehearsed.room.sent[rank].values()))
