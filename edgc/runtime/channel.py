@@ -195,7 +195,8 @@ class Channel:
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Any:
         start = collective("all_gather_single", "all_gather_into_tensor")
-        return start(output, source, group=self.group, async_op=True)
+        # Flat, for gloo takes no [W, n] of [n].
+        return start(output.view(-1), source.view(-1), group=self.group, async_op=True)
 
     def _swap(self, output: Tensor, source: Tensor, other: int) -> Sequence[Any]:
         if other == self.rank:

@@ -118,7 +118,7 @@ class SparseLoCo(LocalUpdates):
         yield
         channel.finish()
         *heads, at, coded = received.split([len(part) for part in parts], 1)
-        books = [each.contiguous().view(level.dtype) for each, level in zip(heads, levels, strict=True)]
+        books = [torch.cat([*h]).view(v.dtype).view(len(h), -1) for h, v in zip(heads, levels, strict=True)]
         if not all_finite({str(index): book for index, book in enumerate(books)}):
             return False
         sizes = [place.numel() for place in places]

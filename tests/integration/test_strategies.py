@@ -49,7 +49,7 @@ def trained(name: str) -> dict[str, Any]:
         value = loss(wrapped, batch(step, rank))
         value.backward()
         optimizer.step()
-        losses.append(float(value))
+        losses.append(value.item())
     found: dict[str, Any] = {"weights": {key: p.detach() for key, p in model.named_parameters()}, "losses": losses}
     if isinstance(handle, StrategyHandle):  # that of every_step is another
         found |= {"bytes": handle.bytes, "mean": handle.mean_weights(), "state": handle.state_dict()}

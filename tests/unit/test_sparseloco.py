@@ -29,8 +29,9 @@ def message(owed: Tensor) -> dict[tuple[int, ...], float]:
     for places in chunks.values():
         places.sort(key=lambda place: -abs(float(owed[place])))
         values |= {place: float(owed[place]) for place in places[: max(1, round(K * len(places) / CHUNK**2))]}
-    mean, deviation = statistics.fmean(values.values()), statistics.stdev(values.values())
-    code = {place: min(3, max(0, round((x - mean) / (6 * deviation / 4)) + 2)) for place, x in values.items()}
+    mean = statistics.fmean(values.values())
+    width = 6 / 4 * statistics.stdev(values.values()) if len(values) > 1 else 1
+    code = {place: min(3, max(0, round((x - mean) / width) + 2)) for place, x in values.items()}
     bins = {each: [x for place, x in values.items() if code[place] == each] for each in code.values()}
     return {place: statistics.fmean(bins[code[place]]) for place in values}
 
