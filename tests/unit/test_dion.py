@@ -37,8 +37,7 @@ def reference(world: int, steps: int, q: dict[str, torch.Tensor]) -> dict[str, t
                 root = (second[name] / (1 - B2 ** (step + 1))).sqrt()
                 weight.sub_(LR * first[name] / (1 - B1 ** (step + 1)) / (root + EPS))
                 continue
-            wide = weight.shape[0] < weight.shape[1]
-            ms = [each[name].add_(new[name]) for each, new in zip(momenta, found, strict=True)]
+            wide, ms = len(weight) < len(weight.T), [momenta[i][name].add_(found[i][name]) for i in range(world)]
             ms = [m.T if wide else m for m in ms]
             p = orthonormal(torch.stack([m @ q[name] for m in ms]).mean(0))
             r = torch.stack([m.T @ p for m in ms]).mean(0)
