@@ -91,8 +91,8 @@ class DeMo(MomentumStrategy):
         indices, channel = indices.to(torch.int16).view(torch.uint8), self.replica.channel()
         poison(sent, gradients)
         received, gathered = (each.new_empty((channel.world, len(each))) for each in (sent, indices))
-        channel.all_gather(received, sent)
-        channel.all_gather(gathered, indices)  # as bytes: NCCL has no 16-bit integers
+        channel.all_gather(received, sent[None])
+        channel.all_gather(gathered, indices[None])  # as bytes: NCCL has no 16-bit integers
         yield
         channel.finish()
         if not all_finite({"": received}):

@@ -107,7 +107,7 @@ class SharedMask(MomentumStrategy):
         bits = mask.new_empty((channel.world, self.part // 8))
         due = len(x) > 0 and (self.step + 1) % self.config.every == 0
         if due:
-            channel.all_gather(bits, self._next_bits(x, momentum["matrices"]))
+            channel.all_gather(bits, self._next_bits(x, momentum["matrices"])[None])
         yield from self.averaged([sent, *rest.values()], channel)
         if not all_finite({"": sent, **rest}):
             return False
