@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc.checks import need
 from edgc.compressors.base import Steps
 from edgc.config import EDGCConfig
+from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.channel import Channel, all_reduce_bytes
 from edgc.runtime.device import own_modes
@@ -47,7 +48,9 @@ class StrategyHandle:
         self.bytes = 0
         parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self.parameters: Mapping[str, Tensor] = parameters
-        replica = Replica(parameters, config, iterations, optimizer, self.group, self._open)
+        tables = embeddings(model.module)
+        looked_up = {name for name, p in parameters.items() if p in tables}
+        replica = Replica(parameters, config, iterations, optimizer, self.group, self._open, looked_up)
         self.strategy = settings.build(replica)
         self._settings = {"strategy": settings.to_dict(), "compression": config.to_dict()}
         self._slot = slot

@@ -107,7 +107,8 @@ class Rehearsal:
         replicas: W, at least 2.
         iterations: length of the run in steps, which warm-up is a share of.
         loss: of a model and a batch; by default :func:`model_loss`.
-        clip: norm to which the gradient that the optimizer sees is clipped; None does not clip.
+        clip: norm to which each replica's gradient is clipped, after it was averaged if it is, and before the strategy
+            sees it, as where a loop clips between backward and the optimizer's step; None does not clip.
         observer: called with replica, iteration and its gradients before they are averaged.
     """
 
@@ -137,6 +138,8 @@ class Rehearsal:
             self.models += [each for each, _ in copies]
             self.optimizers += [each for _, each in copies]
         self._parameters = [{name: p for name, p in each.named_parameters() if p.requires_grad} for each in self.models]
+        tables = embeddings(model)
+        looked_up = {name for name, p in self._parameters[0].items() if p in tables}
         members = [
             Replica(
                 self._parameters[self._copy(rank)],
@@ -144,11 +147,10 @@ class Rehearsal:
                 iterations,
                 self.optimizers[self._copy(rank)],
                 open_channel=self.room.opener(rank),
+                embeddings=looked_up,
             )
             for rank in range(replicas)
         ]
-        tables = embeddings(model)
-        looked_up = {name for name, p in self._parameters[0].items() if p in tables}
         self.strategies: list[Strategy] = self.room.run(lambda rank: settings.build(members[rank]))
         self.engines: list[Engine] = []
         if any(self.strategies[0].reduces(step) for step in range(1, iterations + 1)):
@@ -184,13 +186,14 @@ class Rehearsal:
             skipped = any(self.room.run(lambda rank: self._reduce(rank, gradients[rank])))
         if came:
             self._buckets = self._cut([*dict.fromkeys(came), *(name for name in gradients[0] if name not in came)])
+        if self.clip is not None:
+            for rank, own in enumerate(gradients):
+                self._clip(rank, own, self.clip)
         asked = self.room.run(lambda rank: self._run(self.strategies[rank].before_step(gradients[rank])))
         skipped = skipped or not asked[0]
         for index, (parameters, optimizer) in enumerate(zip(self._parameters, self.optimizers, strict=True)):
             for name, p in parameters.items():
                 p.grad = gradients[index].get(name)
-            if self.clip is not None:
-                nn.utils.clip_grad_norm_(parameters.values(), self.clip)
             if not skipped:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -214,6 +217,14 @@ class Rehearsal:
             gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
         return float(loss.detach()), gradients
+
+    def _clip(self, rank: int, gradients: Mapping[str, Tensor], norm: float) -> None:
+        parameters = self._parameters[self._copy(rank)]
+        for name, p in parameters.items():
+            p.grad = gradients[name]
+        nn.utils.clip_grad_norm_(parameters.values(), norm)
+        for p in parameters.values():
+            p.grad = None
 
     @contextlib.contextmanager
     def _noting(self, came: list[str]) -> Iterator[None]:

@@ -106,6 +106,7 @@ class Replica:
         optimizer: the one that steps ``parameters``.
         group: process group of the replicas; None is the world.
         open_channel: opens what is sent through.
+        embeddings: names of the parameters that are embeddings (:func:`edgc.entropy.meter.embeddings`).
     """
 
     parameters: Mapping[str, Tensor]
@@ -114,6 +115,13 @@ class Replica:
     optimizer: torch.optim.Optimizer | None = None
     group: Any = None
     open_channel: Callable[..., Channel] = Channel
+    embeddings: Collection[str] = ()
+
+    def rates(self) -> dict[str, float]:
+        """Learning rate of every parameter in this step; 1 without an optimizer."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        of = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        return {name: of.get(id(p), 1.0) for name, p in self.parameters.items()}
 
     def mend_optimizer(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite, as after a step with such a gradient."""
