@@ -24,8 +24,9 @@ from edgc.compressors.powersgd import saves_bytes
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
+from edgc.runtime.local import Room
 from tests import examples
-from tests.lockstep import Room, reduce_together
+from tests.lockstep import reduce_together
 from tests.workers import same
 
 CPU = torch.device("cpu")

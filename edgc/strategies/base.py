@@ -105,6 +105,7 @@ class Replica:
         optimizer: the one that steps ``parameters``.
         group: process group of the replicas; None is the world.
         open_channel: opens what is sent through.
+        engines: those that :meth:`engine` has made.
     """
 
     parameters: Mapping[str, Tensor]
@@ -113,6 +114,7 @@ class Replica:
     optimizer: torch.optim.Optimizer | None = None
     group: Any = None
     open_channel: Callable[..., Channel] = Channel
+    engines: list[Engine] = field(default_factory=list)
 
     def mend_optimizer(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite, as after a step with such a gradient."""
@@ -142,7 +144,7 @@ class Replica:
             for name, parameter in self.parameters.items()
             if compressible(shape := as_matrix(parameter).shape, limit, 8 * parameter.element_size())
         }
-        return Engine(
+        engine = Engine(
             config,
             stage=0,
             shapes=[[shape for shape, _ in shaped.values()]],
@@ -154,6 +156,8 @@ class Replica:
             embeddings=embeddings,
             embedding_shapes=[shape for name, (shape, _) in shaped.items() if name in embeddings],
         )
+        self.engines.append(engine)
+        return engine
 
 
 class Strategy:
