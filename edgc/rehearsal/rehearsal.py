@@ -127,7 +127,9 @@ class Rehearsal:
             for rank, engine in enumerate(self.engines):
                 engine.observer = lambda iteration, gradients, rank=rank: observer(rank, iteration, gradients)
         self._buckets = self._cut(list(self._parameters[0]))[::-1]
-        self._generators = ["cpu", *([self.device] if self.device.type == "cuda" else [])]
+        self._generators = [torch.device("cpu")]  # devices whose generators a model draws from
+        if self.device.type == "cuda":
+            self._generators.append(self.device)
         self._random = [
             [torch.Generator(d).manual_seed(torch.initial_seed() + rank).get_state() for d in self._generators]
             for rank in range(self.replicas)

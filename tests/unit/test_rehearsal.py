@@ -31,7 +31,8 @@ ENTRIES = sum(math.prod(shape) for shape in SHAPES)
 
 def plain(model: nn.Module, **options: Any) -> Rehearsal:
     usual: dict[str, Any] = {"optimizer": sgd(model), "replicas": 2, "loss": loss}
-    return Rehearsal(model, **usual | options)
+    usual.update(options)
+    return Rehearsal(model, **usual)
 
 
 def batches(step: int, world: int = 2) -> list[Tensor]:
@@ -64,7 +65,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("strategy", ["every_step", DILOCO])
 def test_tied_weights_stay_tied_and_are_sent_once(strategy: Any) -> None:
     model = Tied()
-    options = {"config": EDGCConfig(), "strategy": StrategyConfig.from_dict(strategy), "replicas": 2}
+    options: dict[str, Any] = {"config": EDGCConfig(), "strategy": StrategyConfig.from_dict(strategy), "replicas": 2}
     trained = Rehearsal(model, optimizer=adamw(model), **options)
     for step in range(2):
         trained.step([torch.arange(32).roll(step + rank) for rank in range(2)])
