@@ -101,7 +101,7 @@ def test_four_replicas_are_as_four_processes_up_to_the_order_of_sums(name: str) 
     there = processes(4)[0][name]
     assert sent == there[1]
     assert losses == pytest.approx(there[0], rel=2e-3)
-    assert distance(weights, there[2]) < 2e-2  # a sum in another order may move a code by one
+    assert distance(weights, there[2]) < 5e-2  # a sum in another order may move a code, and Adam goes by its sign
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
