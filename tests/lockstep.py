@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from torch import Tensor
 
@@ -27,12 +28,13 @@ class Twin(Channel):
         output.copy_(source.expand_as(output))
 
 
+room = cache(Room)
+"""The room of so many workers; its threads are made once."""
+
+
 def reduce_together(
-    compressors: Sequence[Compressor],
-    gradients: Sequence[Sequence[Gradient]],
-    rank: int | None,
-    room: Room | None = None,
+    compressors: Sequence[Compressor], gradients: Sequence[Sequence[Gradient]], rank: int | None
 ) -> list[Statistics]:
     """One reduction of every worker, each with its own compressor and gradients."""
-    room = room or Room(len(compressors))
-    return room.run(lambda worker: compressors[worker].reduce(gradients[worker], room.opener(worker)(), rank))
+    place = room(len(compressors))
+    return place.run(lambda worker: compressors[worker].reduce(gradients[worker], place.opener(worker)(), rank))
