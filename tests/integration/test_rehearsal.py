@@ -27,8 +27,12 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.slow
 STEPS = 11
-CQM = {"method": "edgc", "r_max": 8, "window": 2, "stability_tolerance": 9.0, "entropy": {"iteration_rate": 1.0}}
-METHODS: dict[str, dict[str, Any]] = {**{name: examples.settings_of(name) for name in examples.FOUND}, "cqm": CQM}
+SHORT = {"window": 2, "entropy": {"iteration_rate": 1.0}}
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: examples.settings_of(name) for name in examples.FOUND},
+    "edgc": {**examples.settings_of("edgc"), **SHORT},
+    "cqm": {"method": "edgc", "r_max": 8, "stability_tolerance": 9.0, **SHORT},
+}
 LOCAL = {name: (kind, example) for kind in strategies() for name, example in kind.examples.items()}
 WIDE = ("wide powersgd", "wide int4")  # several buckets
 CASES = (*METHODS, *(name for name in LOCAL if name != "every_step"), *WIDE)
