@@ -68,6 +68,15 @@ class NoHostReads(TorchDispatchMode):
         for name, method in self._methods.items():
             setattr(Tensor, name, method)
 
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """For another thread than the one that has entered this."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
     def _refusing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             if not self._paused:

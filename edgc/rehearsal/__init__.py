@@ -10,6 +10,7 @@ What compression does to *your* model at 8 replicas, before there is a cluster::
 
 from __future__ import annotations
 
-from edgc.rehearsal.rehearsal import Rehearsal, Report
+from edgc.rehearsal.rehearsal import Rehearsal
+from edgc.rehearsal.report import Report
 
 __all__ = ["Rehearsal", "Report"]

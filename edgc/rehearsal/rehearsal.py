@@ -6,20 +6,22 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from edgc.checks import integer
 from edgc.compressors.base import Gradient
-from edgc.config import EDGCConfig
+from edgc.config import CompressingConfig, EDGCConfig
+from edgc.control.settings import PolicyConfig
 from edgc.engine import Engine
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
+from edgc.rehearsal.report import Report, distance, size
 from edgc.runtime.channel import after_sum, all_reduce_bytes, before_sum
 from edgc.runtime.device import own_modes
 from edgc.runtime.local import Room
@@ -27,70 +29,21 @@ from edgc.strategies.base import Replica, Strategy, StrategyConfig, as_matrix, f
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], Tensor]
+_WHERE = "edgc.rehearsal"
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
     """Loss of a model that computes it itself, as those of Hugging Face do: ``model(**batch).loss``, or what a model
-    returns that is a tensor."""
-    output = (
-        model(**batch)
-        if isinstance(batch, Mapping)
-        else model(*batch)
-        if isinstance(batch, (tuple, list))
-        else model(batch)
-    )
+    returns that is one number."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        fix = "give Rehearsal(loss=...), a function of the model and a batch"
-        raise UserError(f"the model returned {type(output).__name__}, which is no loss", fix=fix)
+        fix = "give loss=..., a function of the model and a batch"
+        raise UserError(f"the model returned {type(output).__name__}, which is no loss", where=_WHERE, fix=fix)
     return loss
-
-
-@dataclass(frozen=True)
-class Report:
-    """Measurements of the steps so far, of one replica where it is not said otherwise.
-
-    Attributes:
-        replicas, steps, skipped: how many there were; a step or round with a gradient that is not finite is skipped.
-        bytes: sent a step, by kind of collective.
-        dense_bytes: of a step without compression: fp32 (or the parameters' type), all-reduced.
-        rank: of the last step; None where nothing is of low rank.
-        entropy: of the last window, in nats; nan where it was not measured.
-        mean_error: what the mean of the replicas' gradients lacked in the last window, relative to it; nan if unknown.
-        gap: largest distance of a replica's weights from the first one's, relative to them; 0 where they are equal.
-        memory: bytes that all replicas' weights, optimizers and states take here, and those of a replica by itself.
-    """
-
-    replicas: int
-    steps: int
-    skipped: int
-    bytes: Mapping[str, float]
-    dense_bytes: float
-    rank: int | None
-    entropy: float
-    mean_error: float
-    gap: float
-    memory: tuple[int, int]
-
-    @property
-    def share(self) -> float:
-        """Bytes sent, as a share of a dense all-reduce at every step."""
-        return sum(self.bytes.values()) / self.dense_bytes if self.dense_bytes else math.nan
-
-    def __str__(self) -> str:
-        lines = [f"{self.replicas} replicas, {self.steps} steps, {self.skipped} skipped"]
-        lines.append(f"sent a step: {sum(self.bytes.values()):,.0f} bytes, {self.share:.2%} of a dense all-reduce")
-        lines += [f"  {kind}: {count:,.0f}" for kind, count in sorted(self.bytes.items())]
-        if self.rank is not None:
-            lines.append(f"rank {self.rank}")
-        for name, value, unit in (("entropy", self.entropy, " nats"), ("error of the mean", self.mean_error, "")):
-            if math.isfinite(value):
-                lines.append(f"{name} {value:.3f}{unit}")
-        lines.append(f"gap between replicas {self.gap:.2e}")
-        lines.append(
-            f"memory: {self.memory[0] / 1e6:,.1f} MB here, {self.memory[1] / 1e6:,.1f} MB on each of the replicas"
-        )
-        return "\n".join(lines)
 
 
 class Rehearsal:
@@ -98,18 +51,25 @@ class Rehearsal:
 
     Replicas that stay equal after every step share one set of weights and one optimizer; others have their own. Losses,
     bytes and states are those of as many processes over gloo: bit for bit with two, up to the order of sums with more.
+    As under DDP, a forward pass begins with the first replica's buffers. Replica w draws the random numbers that follow
+    ``torch.manual_seed(torch.initial_seed() + w)``. A step with a gradient that is not finite is left out.
 
     Args:
-        model: on its device; trained in place. Its replicas start from its weights.
-        optimizer: of the model's parameters; copied where replicas have their own.
+        model: on its device, in training or evaluation mode; trained in place. Its replicas start from its weights.
+        optimizer: of the model's parameters, and of no others; copied where replicas have their own, which follow what
+            a scheduler does to this one.
         config: how what is exchanged is compressed; by default not at all.
         strategy: what is exchanged, and when; by default the gradients of every step.
         replicas: W, at least 2.
         iterations: length of the run in steps, which warm-up is a share of.
         loss: of a model and a batch; by default :func:`model_loss`.
+        micro_batches: how many a batch is a list of, whose mean gradient counts; 1: a batch is no such list.
         clip: norm to which each replica's gradient is clipped, after it was averaged if it is, and before the strategy
             sees it, as where a loop clips between backward and the optimizer's step; None does not clip.
         observer: called with replica, iteration and its gradients before they are averaged.
+
+    Raises:
+        UserError: there is something that cannot be rehearsed.
     """
 
     def __init__(
@@ -122,25 +82,31 @@ class Rehearsal:
         replicas: int = 8,
         iterations: int = 1000,
         loss: Loss = model_loss,
+        micro_batches: int = 1,
         clip: float | None = None,
         observer: Callable[[int, int, Sequence[Gradient]], None] | None = None,
     ) -> None:
         self.replicas = integer("replicas", replicas, 2)
+        self.micro_batches = integer("micro_batches", micro_batches, 1)
+        iterations = integer("iterations", iterations, 1)
         self.config = config or EDGCConfig()
         self.loss, self.clip = loss, clip
-        self.room = Room(replicas)
+        self.device = _checked(model, optimizer)
+        _refuse_times(self.config)
+        self.room = Room(self.replicas, self.device)
         self.taken = self.skipped = 0
+        self.entropy = self.mean_error = math.nan
         settings = strategy or StrategyConfig.from_dict("every_step")
         self._shared = settings.equal == "step"
         self.models, self.optimizers = [model], [optimizer]
         if not self._shared:
-            copies = [copy.deepcopy((model, optimizer)) for _ in range(replicas - 1)]
+            copies = [copy.deepcopy((model, optimizer)) for _ in range(self.replicas - 1)]
             self.models += [each for each, _ in copies]
             self.optimizers += [each for _, each in copies]
         self._parameters = [{name: p for name, p in each.named_parameters() if p.requires_grad} for each in self.models]
         tables = embeddings(model)
         looked_up = {name for name, p in self._parameters[0].items() if p in tables}
-        members = [
+        self._members = [
             Replica(
                 self._parameters[self._copy(rank)],
                 self.config,
@@ -149,57 +115,104 @@ class Rehearsal:
                 open_channel=self.room.opener(rank),
                 embeddings=looked_up,
             )
-            for rank in range(replicas)
+            for rank in range(self.replicas)
         ]
-        self.strategies: list[Strategy] = self.room.run(lambda rank: settings.build(members[rank]))
+        self.strategies: list[Strategy] = self._together(lambda rank: settings.build(self._members[rank]))
         self.engines: list[Engine] = []
         if any(self.strategies[0].reduces(step) for step in range(1, iterations + 1)):
+            # What a strategy with replicas of their own averages before its rounds is not what it compresses.
             plain = self.config if self._shared else EDGCConfig()
-            self.engines = self.room.run(
-                lambda rank: members[rank].engine(iterations, config=plain, embeddings=looked_up)
+            self.engines = self._together(
+                lambda rank: self._members[rank].engine(iterations, config=plain, embeddings=looked_up)
             )
+        if observer is not None:
+            for rank, engine in enumerate(self.engines):
+                engine.observer = lambda iteration, gradients, rank=rank: observer(rank, iteration, gradients)
         self._buckets = self._cut(list(self._parameters[0]))[::-1]
+        self._generators = [torch.device("cpu")]  # devices whose generators a model draws from
+        if self.device.type == "cuda":
+            self._generators.append(self.device)
         self._random = [
-            torch.Generator().manual_seed(torch.initial_seed() + rank).get_state() for rank in range(replicas)
+            [torch.Generator(d).manual_seed(torch.initial_seed() + rank).get_state() for d in self._generators]
+            for rank in range(self.replicas)
         ]
 
     def _copy(self, rank: int) -> int:
         """Index of the model of a replica."""
         return 0 if self._shared else rank
 
+    @own_modes()
+    def _together(self, function: Callable[[int], T]) -> list[T]:
+        """``function(rank)`` of every replica, which meet in collectives."""
+        return self.room.run(own_modes()(function))
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that a replica has sent so far."""
+        return sum(sum(sent.values()) for sent in self.room.sent) / self.replicas
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that a replica would send in a step without compression: gradients as they are, all-reduced."""
+        return sum(all_reduce_bytes(p.nbytes, self.replicas) for p in self._parameters[0].values())
+
     def step(self, batches: Sequence[Any]) -> float:
         """Train one step on one batch a replica; returns the mean of their losses.
 
+        Args:
+            batches: one a replica, each what ``loss`` takes, or with several ``micro_batches`` a sequence of these.
+
         Raises:
-            UserError: there are not as many batches as replicas.
+            UserError: there are not as many batches as replicas, or micro-batches as were said.
         """
-        if len(batches) != self.replicas:
-            fix = f"give {self.replicas}, one a replica"
-            raise UserError(f"step was given {len(batches)} batches", where="edgc.rehearsal", fix=fix)
+        self._check_batches(batches)
         step = self.taken + 1
         came: list[str] = []  # names in the order in which backward comes by them, in which DDP cuts its buckets anew
+        buffers = _Buffers(self.models)
+        losses, gradients, used = [], [], set()
         with self._noting(came) if self.taken == 0 else contextlib.nullcontext():
-            pairs = [self._backward(rank, batch) for rank, batch in enumerate(batches)]
-        gradients = [gradient for _, gradient in pairs]
-        skipped = False
-        if self.engines and self.strategies[0].reduces(step):
-            skipped = any(self.room.run(lambda rank: self._reduce(rank, gradients[rank])))
+            for rank, batch in enumerate(batches):
+                with buffers.of(self._copy(rank), rank):
+                    losses.append(self._backward(rank, batch))
+                used |= {name for name, p in self._parameters[self._copy(rank)].items() if p.grad is not None}
+                gradients.append(self._taken_gradients(rank))
+        reduces = bool(self.engines) and self.strategies[0].reduces(step)
+        skipped = reduces and any(self._together(lambda rank: self._reduce(rank, gradients[rank])))
         if came:
             self._buckets = self._cut([*dict.fromkeys(came), *(name for name in gradients[0] if name not in came)])
         if self.clip is not None:
-            for rank, own in enumerate(gradients):
-                self._clip(rank, own, self.clip)
-        asked = self.room.run(lambda rank: self._run(self.strategies[rank].before_step(gradients[rank])))
+            for rank, gradient in enumerate(gradients):
+                self._clip(rank, gradient, self.clip)
+        asked = self._together(lambda rank: finished(self.strategies[rank].before_step(gradients[rank])))
         skipped = skipped or not asked[0]
+        # DDP leaves parameters alone that no replica has used; where a strategy is under way, it has its say.
+        unused = self._parameters[0].keys() - used if self._shared and reduces else set()
         for index, (parameters, optimizer) in enumerate(zip(self._parameters, self.optimizers, strict=True)):
             for name, p in parameters.items():
-                p.grad = gradients[index].get(name)
+                p.grad = None if name in unused else gradients[index].get(name)
             if not skipped:
-                optimizer.step()
+                self._step_optimizer(parameters, optimizer)
             optimizer.zero_grad(set_to_none=True)
-        self.room.run(lambda rank: self._run(self.strategies[rank].after_step()))
+        self._together(lambda rank: finished(self.strategies[rank].after_step()))
         self.taken, self.skipped = step, self.skipped + skipped
-        return sum(loss for loss, _ in pairs) / self.replicas
+        self._measure()
+        return sum(map(float, losses)) / self.replicas
+
+    def _check_batches(self, batches: Sequence[Any]) -> None:
+        if len(batches) != self.replicas:
+            fix = f"give {self.replicas}, one a replica"
+            raise UserError(f"step was given {len(batches)} batches", where=_WHERE, fix=fix)
+        if self.micro_batches > 1:
+            for rank, batch in enumerate(batches):
+                if not isinstance(batch, (list, tuple)) or len(batch) != self.micro_batches:
+                    found = f"{len(batch)}" if isinstance(batch, (list, tuple)) else type(batch).__name__
+                    what = f"the batch of replica {rank} is not a list of {self.micro_batches} micro-batches"
+                    raise UserError(f"{what} but {found}", where=_WHERE, fix="give as many as micro_batches says")
+
+    def _step_optimizer(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        for group, first in zip(optimizer.param_groups, self.optimizers[0].param_groups, strict=True):
+            group.update({key: value for key, value in first.items() if key != "params"})
+        optimizer.step()
 
     def _cut(self, names: Sequence[str]) -> list[list[str]]:
         """Buckets of DDP's usual sizes: what is compressed together decides about rounding."""
@@ -207,16 +220,25 @@ class Rehearsal:
         indices, _ = dist._compute_bucket_assignment_by_size(parameters, [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20])
         return [[names[index] for index in bucket] for bucket in indices]
 
-    def _backward(self, rank: int, batch: Any) -> tuple[float, dict[str, Tensor]]:
-        index = self._copy(rank)
+    def _backward(self, rank: int, batch: Any) -> Tensor:
+        """Gradients of a replica's batch, added up in its parameters; its loss, which stays on the device."""
+        model, total = self.models[self._copy(rank)], torch.zeros((), device=self.device)
         with self._own_random(rank):
-            loss = self.loss(self.models[index], batch)
-            loss.backward()
+            for each in batch if self.micro_batches > 1 else [batch]:
+                loss = self.loss(model, each) / self.micro_batches
+                loss.backward()
+                total += loss.detach()
+        return total
+
+    def _taken_gradients(self, rank: int) -> dict[str, Tensor]:
         gradients = {}
-        for name, p in self._parameters[index].items():
+        for name, p in self._parameters[self._copy(rank)].items():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                fix = "make the embedding without sparse=True"
+                raise UserError(f"the gradient of {name} is sparse", where=_WHERE, fix=fix)
             gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
-        return float(loss.detach()), gradients
+        return gradients
 
     def _clip(self, rank: int, gradients: Mapping[str, Tensor], norm: float) -> None:
         parameters = self._parameters[self._copy(rank)]
@@ -241,13 +263,21 @@ class Rehearsal:
     @contextlib.contextmanager
     def _own_random(self, rank: int) -> Iterator[None]:
         """Each replica draws its own random numbers, as processes with seeds of their own do."""
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._random[rank])
+        before = self._random_states()
+        self._set_random(self._random[rank])
         try:
             yield
         finally:
-            self._random[rank] = torch.get_rng_state()
-            torch.set_rng_state(before)
+            self._random[rank] = self._random_states()
+            self._set_random(before)
+
+    def _random_states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._generators[1:])]
+
+    def _set_random(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for state, device in zip(states[1:], self._generators[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
 
     def _reduce(self, rank: int, gradients: Mapping[str, Tensor]) -> bool:
         """Average a step's gradients; returns whether it is given up."""
@@ -258,10 +288,22 @@ class Rehearsal:
         engine.end_iteration(skipped=given_up)
         return given_up
 
-    @staticmethod
-    @own_modes()
-    def _run(steps: Generator[None, None, T]) -> T:
-        return finished(steps)
+    def _measure(self) -> None:
+        """Remember the last measurements, which most steps have none of."""
+        for engine in self._members[0].engines:
+            if engine.last is not None:
+                self.entropy = engine.last.entropy if math.isfinite(engine.last.entropy) else self.entropy
+                self.mean_error = engine.last.mean_error if math.isfinite(engine.last.mean_error) else self.mean_error
+
+    @torch.no_grad()
+    def averaged(self) -> nn.Module:
+        """A copy of the model with the mean of the replicas' weights, and the first one's buffers: what is evaluated
+        and saved."""
+        model, means = copy.deepcopy(self.models[0]), self.mean_weights()
+        for name, p in model.named_parameters():
+            if name in means:
+                p.copy_(means[name])
+        return model
 
     def mean_weights(self) -> dict[str, Tensor]:
         """Means of the replicas' parameters by name, which are evaluated where replicas are never equal."""
@@ -292,8 +334,8 @@ class Rehearsal:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, also of another number of replicas where they were equal: what was each one's
-        own, error feedback among it, then begins anew."""
+        """Go on from :meth:`state_dict`, also of another number of replicas: what was each one's own, error feedback
+        among it, then begins anew."""
         state = copy.deepcopy(dict(state))
         self.taken, self.skipped, self._buckets = state["taken"], state["skipped"], state["buckets"]
         same = len(state["own"]) == self.replicas
@@ -310,29 +352,98 @@ class Rehearsal:
     def report(self) -> Report:
         """Measurements of the steps so far."""
         sent: Counter[str] = sum(self.room.sent, Counter())
-        dense = sum(all_reduce_bytes(p.nbytes, self.replicas) for p in self._parameters[0].values())
-        engine = self.engines[0] if self.engines else getattr(self.strategies[0], "engine", None)
-        last = None if engine is None else engine.last
+        measured = [engine.last for engine in self._members[0].engines if engine.last is not None]
         return Report(
             replicas=self.replicas,
             steps=self.taken,
             skipped=self.skipped,
             bytes={kind: count / self.replicas / max(1, self.taken) for kind, count in sent.items()},
-            dense_bytes=dense,
-            rank=None if last is None else last.rank,
-            entropy=math.nan if last is None else last.entropy,
-            mean_error=math.nan if last is None else last.mean_error,
-            gap=self._gap(),
-            memory=(0, 0),
+            dense_bytes=self.dense_bytes,
+            rank=next((last.rank for last in measured if last.rank is not None), None),
+            entropy=self.entropy,
+            mean_error=self.mean_error,
+            gap=distance(self._parameters[0], self._parameters[1:]),
+            memory=self._memory(),
         )
 
-    def _gap(self) -> float:
-        first, *others = self._parameters
-        norm = math.sqrt(sum(float(p.detach().double().square().sum()) for p in first.values()))
-        gaps = [
-            math.sqrt(
-                sum(float((p.detach() - other[name].detach()).double().square().sum()) for name, p in first.items())
-            )
-            for other in others
-        ]
-        return max(gaps, default=0.0) / norm if norm else 0.0
+    def _memory(self) -> dict[str, tuple[int, int]]:
+        weights = [[*model.parameters(), *model.buffers()] for model in self.models]
+        gradients = sum(p.nbytes for p in self._parameters[0].values())
+        states = [list(optimizer.state.values()) for optimizer in self.optimizers]
+        engines = [engine.state_dict() for engine in self.engines]
+        strategies = [[each.shared_state(), each.own_state()] for each in self.strategies]
+        found: dict[str, list[Any]] = {
+            "weights": weights,
+            "optimizer": states,
+            "compression": engines,
+            "strategy": strategies,
+        }
+        sizes = {what: (size(each), size(each[:1])) for what, each in found.items()}
+        return {**sizes, "gradients": (self.replicas * gradients, gradients)}
+
+
+class _Buffers:
+    """Buffers of models, such as running statistics: every forward pass begins with the first replica's, as in DDP."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._buffers = [dict(model.named_buffers()) for model in models]
+        self._start = _clones(self._buffers[0])
+        self._first: dict[str, Tensor] = {}
+
+    @contextlib.contextmanager
+    def of(self, index: int, rank: int) -> Iterator[None]:
+        """The forward pass of a replica with the model ``index``; what it leaves in its buffers stays its own, and in
+        the first replica's model that one's."""
+        buffers = self._buffers[index]
+        if rank:
+            _copy_into(buffers, self._start)
+        yield
+        if rank == 0:
+            self._first = _clones(buffers)
+        elif index == 0:
+            _copy_into(buffers, self._first)
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _copy_into(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(others[name])
+
+
+def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """The one device of a model and optimizer that can be rehearsed.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise UserError("the model is DistributedDataParallel already", where=_WHERE, fix="give what it was made of")
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        raise UserError("the model has no parameter to train", where=_WHERE, fix="let some require gradients")
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise UserError(f"the model lies on {', '.join(devices)}", where=_WHERE, fix="move it to one device")
+    own, stepped = set(parameters), [p for group in optimizer.param_groups for p in group["params"]]
+    others = [p for p in stepped if p not in own]
+    if others:
+        what = f"the optimizer steps {len(others)} tensors that are no parameters of the model"
+        raise UserError(what, where=_WHERE, fix="make it of model.parameters(), after the model is on its device")
+    return parameters[0].device
+
+
+def _refuse_times(config: EDGCConfig) -> None:
+    """Refuse settings that are decided by the time of communication, of which there is none here."""
+    refused = ""
+    if isinstance(config, PolicyConfig) and not config.gives_ranks and config.r_max is None:
+        refused = "r_max = None is searched by timing communication"
+    elif isinstance(config, PolicyConfig) and config.alignment == "measured":
+        refused = "alignment = 'measured' is of times of communication"
+    elif isinstance(config, CompressingConfig) and config.cost_gate:
+        refused = "cost_gate = True times communication"
+    if refused:
+        fix = "give r_max" if "r_max" in refused else f"leave out {refused.partition(' ')[0]}"
+        raise UserError(f"{refused}, and a rehearsal has none", where=_WHERE, fix=fix)

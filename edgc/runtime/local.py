@@ -2,6 +2,7 @@
 
 Compressors, engines and strategies run as between processes: what they send through is a :class:`LocalChannel`. Sums
 are made in the order of the replicas: bit for bit those of gloo among two, and up to the order of a sum among more.
+One replica works at a time, with all of torch's threads, until it waits in a collective or ends.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ class Room:
 
     Args:
         world: number of replicas.
+        device: theirs; on a GPU their threads use it, in the stream that is current where :meth:`run` is called.
 
     Attributes:
         sent: bytes that each replica has sent so far, by kind of collective.
+        meetings: how often the replicas have waited for collectives.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, device: torch.device | None = None) -> None:
+        self.world, self.device = world, device
         self.sent: list[Counter[str]] = [Counter() for _ in range(world)]
         self._threads = ThreadPoolExecutor(world, thread_name_prefix="edgc-replica")
-        self._turn = threading.Condition()
+        self._turn = threading.Condition()  # held by the replica that works
         self._brought: dict[int, list[Call]] = {}
         self._results: list[list[Any]] = []
-        self._ended = self._turns = 0
+        self._ended = self.meetings = 0
         self._error: BaseException | None = None
 
     def opener(self, rank: int) -> Callable[..., Channel]:
@@ -45,51 +48,53 @@ class Room:
         return partial(LocalChannel, self, rank)
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """``function(rank)`` of every replica at the same time; the results in rank order.
+        """``function(rank)`` of every replica, each in a thread of its own; the results in rank order.
 
         Raises:
             Exception: the first that a replica raised; the others stop at their next collective.
             RuntimeError: the replicas have started different collectives.
         """
         self._brought, self._ended, self._error = {}, 0, None
-        futures = [self._threads.submit(self._attend, function, rank) for rank in range(self.world)]
+        gpu = self.device is not None and self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device) if gpu else None
+        futures = [self._threads.submit(self._attend, function, rank, stream) for rank in range(self.world)]
         results: list[Any] = [future.result() for future in futures]
         if self._error is not None:
             raise self._error
         return results
 
-    def _attend(self, function: Callable[[int], T], rank: int) -> T | None:
+    def _attend(self, function: Callable[[int], T], rank: int, stream: torch.cuda.Stream | None) -> T | None:
         result, error = None, None
-        try:
-            result = function(rank)
-        except _Stopped:
-            pass
-        except BaseException as raised:
-            error = raised
-        with self._turn:
+        with self._turn, torch.cuda.stream(stream):
+            try:
+                result = function(rank)
+            except _Stopped:
+                pass
+            except BaseException as raised:
+                error = raised
             self._ended += 1
             self._error = self._error or error
             self._refuse_to_wait()
         return result
 
     def meet(self, rank: int, calls: list[Call]) -> list[Any]:
-        """Wait until every replica has brought its collectives, and they are done; returns gathered objects."""
-        with self._turn:
-            self._brought[rank] = calls
-            turn = self._turns
-            self._refuse_to_wait()
-            if len(self._brought) == self.world and self._error is None:
-                try:
-                    self._results = self._perform([self._brought[each] for each in range(self.world)])
-                except Exception as error:
-                    self._error = error
-                self._brought = {}
-                self._turns += 1
-                self._turn.notify_all()
-            self._turn.wait_for(lambda: self._turns != turn or self._error is not None)
-            if self._error is not None:
-                raise _Stopped
-            return self._results
+        """Wait until every replica has brought its collectives, and they are done; returns gathered objects. To be
+        called inside :meth:`run`."""
+        self._brought[rank] = calls
+        meeting = self.meetings
+        self._refuse_to_wait()
+        if len(self._brought) == self.world and self._error is None:
+            try:
+                self._results = self._perform([self._brought[each] for each in range(self.world)])
+            except Exception as error:
+                self._error = error
+            self._brought = {}
+            self.meetings += 1
+            self._turn.notify_all()
+        self._turn.wait_for(lambda: self.meetings != meeting or self._error is not None)
+        if self._error is not None:
+            raise _Stopped
+        return self._results
 
     def _refuse_to_wait(self) -> None:
         """End waiting for what cannot come any more: a replica has failed, or has ended before the others."""

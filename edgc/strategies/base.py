@@ -107,6 +107,7 @@ class Replica:
         group: process group of the replicas; None is the world.
         open_channel: opens what is sent through.
         embeddings: names of the parameters that are embeddings (:func:`edgc.entropy.meter.embeddings`).
+        engines: those that :meth:`engine` has made.
     """
 
     parameters: Mapping[str, Tensor]
@@ -116,12 +117,13 @@ class Replica:
     group: Any = None
     open_channel: Callable[..., Channel] = Channel
     embeddings: Collection[str] = ()
+    engines: list[Engine] = field(default_factory=list)
 
     def rates(self) -> dict[str, float]:
         """Learning rate of every parameter in this step; 1 without an optimizer."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        of = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
-        return {name: of.get(id(p), 1.0) for name, p in self.parameters.items()}
+        rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        return {name: rates.get(id(p), 1.0) for name, p in self.parameters.items()}
 
     def mend_optimizer(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite, as after a step with such a gradient."""
@@ -157,7 +159,7 @@ class Replica:
             for name, parameter in self.parameters.items()
             if compressible(shape := as_matrix(parameter).shape, limit, 8 * parameter.element_size())
         }
-        return Engine(
+        engine = Engine(
             config,
             stage=0,
             shapes=[[shape for shape, _ in shaped.values()]],
@@ -169,6 +171,8 @@ class Replica:
             embeddings=embeddings,
             embedding_shapes=[shape for name, (shape, _) in shaped.items() if name in embeddings],
         )
+        self.engines.append(engine)
+        return engine
 
 
 class Strategy:

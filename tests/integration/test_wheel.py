@@ -60,6 +60,13 @@ def test_the_doctor_runs_with_what_is_declared(library: Environment, tmp_path: P
         assert re.search(r"compression would (not )?pay", done.stdout), done.stdout
 
 
+def test_a_rehearsal_runs_with_what_is_declared(library: Environment, tmp_path: Path) -> None:
+    arguments = ("--replicas", "2", "--steps", "1", "--method", "powersgd", "--rank", "4")
+    done = library.run("-m", "edgc.rehearsal", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 replicas, 1 steps" in done.stdout and "NumPy" not in done.stderr
+
+
 def test_the_megatron_example_runs_with_the_extra(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("megatron")
     try:

@@ -17,10 +17,10 @@ import edgc.compressors.entrywise.sparse as sparse
 from edgc.compressors import Statistics
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import HostCopy, masked_path
+from edgc.runtime.local import Room
 from edgc.sections import PipelineConfig
 from tests.contract import Setting, Team, variants
 from tests.host_reads import HostRead, NoHostReads
-from tests.lockstep import Room
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "bool": lambda x: bool(x[0] > 0),
@@ -61,7 +61,7 @@ def test_no_step_reads_a_value(name: str, deferred: bool, monkeypatch: pytest.Mo
             return draw(*arguments)
 
     # Which side a one-sided iteration begins with was found out by the step before: it is read before anything is sent.
-    read, met = HostCopy.read, Room.meet
+    read, performed, run = HostCopy.read, Room._perform, Room.run
     sending = False
 
     def of_the_step_before(later: HostCopy) -> Any:
@@ -70,14 +70,18 @@ def test_no_step_reads_a_value(name: str, deferred: bool, monkeypatch: pytest.Mo
         with guard.paused():
             return read(later)
 
-    def meet(room: Room) -> None:
+    def perform(room: Room, brought: Any) -> list[Any]:
         nonlocal sending
         sending = True
-        met(room)
+        return performed(room, brought)
+
+    def guarded(room: Room, function: Callable[[int], Any]) -> list[Any]:
+        return run(room, guard.in_thread()(function))
 
     monkeypatch.setattr(sparse, "draw", on_the_host)
     monkeypatch.setattr(HostCopy, "read", of_the_step_before)
-    monkeypatch.setattr(Room, "meet", meet)
+    monkeypatch.setattr(Room, "_perform", perform)
+    monkeypatch.setattr(Room, "run", guarded)
     for step, rank in enumerate((4, 4, 4, None, 4)):
         given = team.given(step)
         if step == 2:

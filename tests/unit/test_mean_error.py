@@ -25,7 +25,8 @@ from edgc.measurement.mean_error import BUCKETS, FEWER, MeanError, Measured, ske
 from edgc.measurement.report import relative
 from edgc.measurement.spectral import error_curve
 from edgc.runtime.device import masked_path
-from tests.lockstep import Room, reduce_together
+from edgc.runtime.local import Room
+from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
 from tests.workers import run_workers
 
@@ -110,7 +111,7 @@ def window(
     """Five reductions to settle, then a window of ten samples; what each worker measures, one seed after the other."""
     compressors = [make() for _ in range(world)]
     estimators = [[MeanError(seed) for _ in range(world)] for seed in seeds]
-    channel = Room(world).channels[0]
+    channel = Room(world).opener(0)()
     truth = Truth()
     for step in range(5 + SAMPLES):
         gradients = [drawn(worker, step, noise) for worker in range(world)]
@@ -183,7 +184,7 @@ def test_a_reduction_that_was_given_up_does_not_count() -> None:
     found = []
     for masked in (False, True):
         with masked_path(masked):
-            compressors, channel = [power_sgd() for _ in range(2)], Room(2).channels[0]
+            compressors, channel = [power_sgd() for _ in range(2)], Room(2).opener(0)()
             estimators = [MeanError(0) for _ in range(2)]
             for step in range(4):
                 gradients = [drawn(worker, step, 1.0) for worker in range(2)]

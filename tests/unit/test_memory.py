@@ -109,7 +109,7 @@ def test_buckets_share_what_quantising_takes(options: dict[str, str | int]) -> N
     one, many = quantised(1, **options), quantised(9, **options)
     # Per bucket and worker what it keeps: error feedback, factors and messages, a few times its matrix.
     assert one < many < one + 8 * 2 * 6 * (4 * 64 * 48)
-    assert many < 1.5 * scratch
+    assert many < 1.5 * 2 * scratch  # each of the workers has a thread, and what a thread shares, of its own
 
 
 def test_what_quantising_takes_goes_with_its_last_user() -> None:

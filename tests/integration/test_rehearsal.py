@@ -1,0 +1,125 @@
+"""Replicas of one process beside as many processes under DDP: every method's and every strategy's examples."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import edgc.ddp
+from edgc.config import EDGCConfig
+from edgc.ddp.strategy import StrategyHandle
+from edgc.rehearsal import Rehearsal
+from edgc.runtime.groups import gather_objects
+from edgc.strategies import StrategyConfig, strategies
+from tests import examples
+from tests.integration.readme import ROOT, block
+from tests.strategy_cases import ROWS, adamw, batch, distance, loss, network
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.slow
+STEPS = 11
+SHORT = {"window": 2, "entropy": {"iteration_rate": 1.0}}
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: examples.settings_of(name) for name in examples.FOUND},
+    "edgc": {**examples.settings_of("edgc"), **SHORT},
+    "cqm": {"method": "edgc", "r_max": 8, "stability_tolerance": 9.0, **SHORT},
+}
+LOCAL = {name: (kind, example) for kind in strategies() for name, example in kind.examples.items()}
+WIDE = ("wide powersgd", "wide int4")  # several buckets
+CASES = (*METHODS, *(name for name in LOCAL if name != "every_step"), *WIDE)
+Result = tuple[list[float], float, dict[str, Tensor]]  # losses, bytes, weights
+
+
+def made(name: str) -> tuple[nn.Module, EDGCConfig, StrategyConfig | None]:
+    compression = METHODS.get(name, {"method": "quantize", "bits": 4} if "int4" in name else {"rank": 4})
+    strategy, model = None, network()
+    if name in LOCAL:
+        kind, example = LOCAL[name]
+        strategy, compression = kind.from_dict(example.settings), dict(example.compression)
+    elif name in WIDE:
+        compression = {"method": "powersgd", **compression}
+        hidden = nn.Linear(ROWS, 700), nn.Tanh(), nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 8)
+        torch.manual_seed(0)
+        model = nn.Sequential(*hidden)
+    return model, EDGCConfig.from_dict({"min_compression_elements": 1, **compression}), strategy
+
+
+def rehearsed(name: str, world: int) -> Result:
+    model, config, strategy = made(name)
+    options: dict[str, Any] = {"strategy": strategy, "iterations": STEPS, "loss": loss}
+    trained = Rehearsal(model, optimizer=adamw(model), config=config, replicas=world, **options)
+    losses = [trained.step([batch(step, rank) for rank in range(world)]) for step in range(STEPS)]
+    return losses, trained.bytes, {name: p.detach() for name, p in trained.models[0].named_parameters()}
+
+
+def under_ddp() -> dict[str, Result]:
+    """Every case on this rank; the losses are the means over all."""
+    rank, found = torch.distributed.get_rank(), {}
+    for name in CASES:
+        model, config, strategy = made(name)
+        optimizer, wrapped = adamw(model), DistributedDataParallel(model)
+        options: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "iterations": STEPS}
+        handle, losses, sent = edgc.ddp.register(wrapped, config, **options), [], 0.0
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            value = loss(wrapped, batch(step, rank))
+            value.backward()
+            optimizer.step()
+            own = gather_objects(float(value.detach()))
+            losses.append(sum(own) / len(own))
+            if not isinstance(handle, StrategyHandle):
+                assert handle.last is not None
+                sent += handle.last.statistics.bytes
+        sent = float(handle.bytes) if isinstance(handle, StrategyHandle) else sent
+        found[name] = losses, sent, {name: p.detach().clone() for name, p in model.named_parameters()}
+        handle.remove()
+    return found
+
+
+@cache
+def processes(world: int) -> list[dict[str, Result]]:
+    return run_workers(world, under_ddp)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_replicas_have_the_bits_of_two_processes(name: str) -> None:
+    losses, sent, weights = rehearsed(name, 2)
+    there = processes(2)[0][name]
+    assert losses == there[0]
+    assert sent == there[1]
+    assert all(torch.equal(weights[key], there[2][key]) for key in weights)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_replicas_are_as_four_processes_up_to_the_order_of_sums(name: str) -> None:
+    losses, sent, weights = rehearsed(name, 4)
+    there = processes(4)[0][name]
+    assert sent == there[1]
+    assert losses == pytest.approx(there[0], rel=2e-3)
+    assert distance(weights, there[2]) < 5e-2  # a sum in another order may move a code, and Adam goes by its sign
+
+
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    text = block("GPT2LMHeadModel", ROOT / "docs" / "library" / "rehearsal.md")
+    assert len(text.splitlines()) <= 30
+    program = tmp_path / "rehearse.py"
+    program.write_text(text, encoding="utf-8")
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.3
+    share = re.search(r"([\d.]+)% of a dense all-reduce", done.stdout)
+    assert share is not None
+    assert float(share[1]) < 40
+    assert "error of the mean" in done.stdout
