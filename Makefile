@@ -265,7 +265,7 @@ $(VENV)/.complete: requirements.lock
 	"$$python" -m venv '$(VENV)'; \
 	echo "[2/4] $$count packages of requirements.lock, 2 GB: some minutes, most of them for downloads"; \
 	done=0; \
-	PYTHONUNBUFFERED=1 '$(PY)' -m pip install --disable-pip-version-check --progress-bar off -r requirements.lock | \
+	PYTHONUNBUFFERED=1 '$(PY)' -m pip install --disable-pip-version-check --progress-bar off --no-compile -r requirements.lock | \
 	while IFS= read -r line; do case "$$line" in \
 	  Collecting*) done=$$((done + 1)); [ $$((done % 25)) != 0 ] || echo "      $$done of $$count found, to $${line#* }" ;; \
 	  'Installing collected'*) echo '      all downloaded, unpacking' ;; \
