@@ -128,12 +128,6 @@ bench-race: venv ## train over limited links until a validation loss is reached,
 	@folder=$$($(BENCH) race --results '$(RESULTS)/bench' $(ARGS)); \
 	[ -z "$$folder" ] || $(PY) -m paper_figures bench_race --results "$$folder"
 
-.PHONY: bench-stages
-bench-stages: venv ## see when pipeline stages finish with and without DAC, over links with injected delays
-	@folder=$$($(BENCH) stages --results '$(RESULTS)/bench' $(ARGS)); \
-	$(PY) -m paper_figures stage_spread --results "$$folder"; \
-	$(PY) -m paper_figures timeline --results "$$folder"
-
 .PHONY: bench-keep
 bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed
 	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)

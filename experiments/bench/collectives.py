@@ -1,9 +1,4 @@
-"""Collectives told apart by their kind: what a reduction sends by which, what each takes by itself, and slower links.
-
-On an injected link whoever waits for collectives sleeps for bytes / bandwidth more, bytes counted as
-:class:`edgc.runtime.channel.Channel` counts them; nothing is emulated below. That is enough to give the stages of one
-machine links of different speeds, and costs no processor time. On a CPU only.
-"""
+"""Collectives told apart by their kind: what a reduction sends by which, and what each takes by itself, on a CPU."""
 
 from __future__ import annotations
 
@@ -34,36 +29,10 @@ def join(timeout: timedelta | None = None, backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-class Link:
-    """Opens channels that note what they send, and slows them down; to be given to an engine as ``open_channel``.
-
-    Attributes:
-        bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
-        note: called with the start and the end of every wait, delay included.
-        channels: messages of each channel since the last :meth:`take`, one entry for each kind of collective that was
-            started before a wait.
-    """
-
-    def __init__(
-        self, bandwidth: float | None = None, note: Callable[[float, float], None] = lambda start, end: None
-    ) -> None:
-        self.bandwidth, self.note = bandwidth, note
-        self.channels: list[list[Message]] = []
-
-    def take(self) -> list[list[Message]]:
-        """Return the messages of each channel since the last call."""
-        channels, self.channels = self.channels, []
-        return channels
-
-    def __call__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
-        self.channels.append([])
-        return _LinkChannel(group, shards, self, self.channels[-1])
-
-
 def _noted(kind: str, method: Callable[..., None]) -> Callable[..., None]:
     """A collective of :class:`Channel` whose bytes are noted under its kind."""
 
-    def call(channel: _LinkChannel, *tensors: Any) -> None:
+    def call(channel: NotingChannel, *tensors: Any) -> None:
         before = channel.bytes
         method(channel, *tensors)
         channel.started[kind] += channel.bytes - before
@@ -71,12 +40,12 @@ def _noted(kind: str, method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class _LinkChannel(Channel):
-    def __init__(
-        self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], link: Link, messages: list[Message]
-    ) -> None:
+class NotingChannel(Channel):
+    """A channel that notes at every wait what was sent since the one before, by the kind of the collective."""
+
+    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], messages: list[Message]) -> None:
         super().__init__(group, shards)
-        self.link, self.messages = link, messages
+        self.messages = messages
         self.started: Counter[str] = Counter()
 
     mean_ = _noted(ALL_REDUCE, Channel.mean_)
@@ -85,17 +54,19 @@ class _LinkChannel(Channel):
     all_gather = _noted(ALL_GATHER, Channel.all_gather)
 
     def finish(self) -> None:
-        began = time.perf_counter()
         super().finish()
-        started, self.started = +self.started, Counter()
-        if not started:
-            return
-        self.messages += started.items()
-        if self.link.bandwidth is not None:
-            waiting = time.perf_counter()
-            time.sleep(started.total() / self.link.bandwidth)
-            self.waited.add(waiting, time.perf_counter())
-        self.link.note(began, time.perf_counter())
+        self.messages += (+self.started).items()
+        self.started.clear()
+
+
+def noting(channels: list[list[Message]]) -> Callable[..., Channel]:
+    """Return an ``open_channel`` for an engine: the messages of every channel are a list of their own."""
+
+    def open_channel(group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
+        channels.append([])
+        return NotingChannel(group, shards, channels[-1])
+
+    return open_channel
 
 
 def total_bytes(messages: Iterable[Message]) -> float:

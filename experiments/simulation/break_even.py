@@ -19,7 +19,6 @@ from typing import Annotated, Any, NamedTuple
 import pandas as pd
 import typer
 
-from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import check_writable
 from experiments.common.written_tables import write_text
@@ -142,23 +141,17 @@ def disturbances(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     the same run without one of the two tells. Left out: links between stages keep their speed, and a measurement costs
     nothing. ``measured`` is how often the controller has measured its times, ``mean_ranks`` per stage while it
     compressed.
-
-    Raises:
-        UserError: an entropy that was not recorded.
     """
     chosen = scenarios.disturbances
     if chosen is None:
         return
     even = replace(load_model(scenarios.of), gbits=chosen.gbits_per_second)
-    run, known = rank_trace.edgc_run(scenarios.of), rank_trace.recorded()
-    if chosen.entropy not in known:
-        problem = f"disturbances.entropy = {chosen.entropy!r} was not recorded"
-        raise UserError(problem, where=rank_trace.PATH, fix=f"use one of {', '.join(known)}")
+    run, entropy = rank_trace.edgc_run(scenarios.of), rank_trace.recorded()[chosen.entropy]
     fixed = ("none", *(name for name in scenarios.methods if name != "edgc"))
     for key, case in chosen.cases.items():
         conditions = course(even, case, run.train.iterations)
         traces = {
-            name: rank_trace.follow(conditions, known[chosen.entropy], replace(run.edgc, **changes))
+            name: rank_trace.follow(conditions, entropy, replace(run.edgc, **changes))
             for name, changes in CONTROLLERS.items()
         }
         about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
@@ -182,7 +175,7 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     for name, frame in tables.items():
         text = frame.assign(kind=KIND).to_csv(index=False, lineterminator="\n", float_format="%.6g")
         write_text(out / f"{name}.csv", text)
-    print(f"{out}: table.csv break_even.csv sensitivity.csv disturbances.csv ({KIND})")
+    print(f"{out}: {' '.join(RESULTS)} ({KIND})")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
@@ -30,7 +29,6 @@ from experiments.simulation.placement import FP32_BYTES, build, groups_sharing_a
 from experiments.spec.matrix import load_study
 
 RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "summary.json")
-DETAILS = ("moves.csv",)
 EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possible saving is told
 
 
@@ -49,10 +47,10 @@ def sweep(model: Model) -> Iterator[Model]:
         yield replace(model, gbits=gbits)
 
 
-def table(model: Model) -> list[dict[str, Any]]:
+def table(models: Sequence[Model]) -> list[dict[str, Any]]:
     """One row per bandwidth, method and stage, and one for the stage that takes longest (``slowest``)."""
     rows = []
-    for at in sweep(model):
+    for at in models:
         base = {stage.stage: at.none(stage) for stage in at.stages}
         slowest_base = max(base.values(), key=lambda cost: cost.seconds)
         for name, (rank, method) in at.methods().items():
@@ -85,7 +83,7 @@ def stage_table(model: Model) -> list[dict[str, Any]]:
             "layers": stage.layers,
             "parameters": stage.parameters,
             "matrices": len(stage.matrices),
-            "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in Counter(stage.matrices).items()),
+            "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in stage.shapes.items()),
             "bytes_dense": sum(stage.dense_payload()),
             "bytes_dense_rest": FP32_BYTES * stage.dense_rest,
             "memory_bytes": 4 * FP32_BYTES * stage.parameters,
@@ -95,11 +93,11 @@ def stage_table(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def step_table(model: Model) -> list[dict[str, Any]]:
+def step_table(models: Sequence[Model]) -> list[dict[str, Any]]:
     """A row per bandwidth, method, and whether reductions overlap with backward; what is saved is of the uncompressed
     step that overlaps as much."""
     rows = []
-    for at in sweep(model):
+    for at in models:
         for overlap in (False, True):
             base = step(at, at.none, overlap=overlap)
             for name, (rank, _) in at.methods().items():
@@ -195,15 +193,15 @@ def shares(model: Model) -> dict[str, float]:
 
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
-    """Write table.csv, stages.csv, steps.csv, traces.csv, moves.csv and summary.json (last) of a simulated cluster."""
+    """Write table.csv, stages.csv, steps.csv, traces.csv and summary.json (last) of a simulated cluster."""
     model = load_model(study)
     check_writable(out)
-    traces, moves = rank_trace.tables(study, list(sweep(model)))
-    tables = {"table": table(model), "stages": stage_table(model), "steps": step_table(model)}
-    for name, rows in (tables | {"traces": traces, "moves": moves}).items():
+    models = list(sweep(model))
+    tables = {"table": table(models), "stages": stage_table(model), "steps": step_table(models)}
+    for name, rows in (tables | {"traces": rank_trace.table(study, models)}).items():
         write_text(out / f"{name}.csv", csv_text(rows))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
-    print(f"{out}: table.csv stages.csv steps.csv traces.csv moves.csv summary.json ({KIND})")
+    print(f"{out}: {' '.join(RESULTS)} ({KIND})")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from edgc.control.settings import PolicyConfig
@@ -80,20 +79,17 @@ def rows(
     for run in chosen(study, scale, method):
         shape = placement.shape_of(run)
         work += [(run, shape, stage) for stage in placement.build(shape)]
-    console = Console(stderr=True)
-    for number, (run, shape, stage) in enumerate(track(work, f"{study}: stages", console=console, transient=True), 1):
-        if not console.is_terminal:  # a bar would not be seen
-            print(f"[{number}/{len(work)}] {run.label}, stage {stage.stage}", file=sys.stderr, flush=True)
+    for number, (run, shape, stage) in enumerate(work, 1):
+        print(f"[{number}/{len(work)}] {run.label}, stage {stage.stage}", file=sys.stderr, flush=True)
         config, alike = run.edgc, shape.tensor * shape.data
         used = config.r_max or rank if isinstance(config, PolicyConfig) else config.fixed_rank
         virtual = VirtualRank(run, stage.stage * alike)
         step = virtual.step(used if config.method == "edgc" else None)
-        formula = virtual.in_flight * placement.stage_activations(run, stage.stage, shape.padded_vocab)
         about = {"pipeline": stage.stage, "ranks_alike": alike, "layers": stage.layers, "parameters": stage.parameters}
         for key, size in asdict(step).items():
             about["micro_batches_in_flight" if key == "in_flight" else f"bytes_{key}"] = size
         about["bytes_activations_in_flight"] = step.all_activations
-        about |= {"bytes_activations_by_formula": round(formula), "bytes_total": step.total, "bytes_gpu": memory}
+        about |= {"bytes_total": step.total, "bytes_gpu": memory}
         about |= {"fits": str(step.total <= memory).lower(), "label": run.label}
         for place in range(alike if every_rank else 1):  # Megatron's order: tensor fastest, then data, then pipeline
             data, tensor = divmod(place, shape.tensor)
@@ -104,12 +100,12 @@ def rows(
 def as_table(rows: list[dict[str, Any]], title: str, shape: GPTShape, *, every_rank: bool) -> Table:
     """For people: GiB of memory, MB sent."""
     columns = ["method", "r", "PP", "TP", "DP", "ranks", "layers", "parameters", "param.", "grad.", "Adam",
-               "activations", "by formula", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
-    sizes = ("parameters", "gradients", "optimizer", "activations_in_flight", "activations_by_formula",
+               "activations", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
+    sizes = ("parameters", "gradients", "optimizer", "activations_in_flight",
              "error_feedback", "buffers", "work", "total")  # fmt: skip
     table = Table(*columns, title=title)
     for row in rows:
-        kept = sum(row[f"bytes_{key}"] for key in (*sizes[:4], "error_feedback", "buffers"))
+        kept = sum(row[f"bytes_{key}"] for key in sizes[:6])
         shown = row | {"bytes_work": max(0, row["bytes_total"] - kept)}
         numbers = [f"{shown[f'bytes_{key}'] / GIB:.2f}" for key in sizes]
         place = [str(row["tensor"]), str(row["data"]), "1"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.bench import network, pipeline, stages, steps
+from experiments.bench import network, pipeline, steps
 from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SEND
 from experiments.bench.gpt import Size
 from experiments.bench.steps import Compute, Link, Links, Messages, overhead_of, predict
@@ -65,8 +65,6 @@ def test_steps_counted_by_hand() -> None:
     sent = ((), ((ALL_TO_ALL, 10.0), (ALL_GATHER, 4.0)))
     assert predict(COMPUTE, sent, LINKS) == pytest.approx(3.0 + 0.7 + 0.8 + 0.25)
     assert predict(COMPUTE, ((), ()), LINKS) == 3.25
-    with pytest.raises(ValueError, match="1 buckets are sent, but 2 become complete"):
-        predict(COMPUTE, reduced((1.0,)), LINKS)
 
 
 @given(computes(), st.lists(st.floats(0, 1e3), min_size=5, max_size=5), seconds, st.floats(0, 100))
@@ -142,8 +140,6 @@ def test_pipelined_steps_counted_by_hand() -> None:
     between = Link(latency=0.1, bandwidth=10.0)
     sent = traffic((), (), activations=2.0)
     assert pipeline.predict(STAGED, sent, links(between=between), 2) == pytest.approx(9.9 + 0.25)
-    with pytest.raises(ValueError, match="1 stages send, but 2 compute"):
-        pipeline.predict(STAGED, traffic(()), links(), 2)
 
 
 def measured_pipeline(plan: pipeline.Plan, compute: pipeline.Compute, factor: float) -> steps.Measurements:
@@ -177,7 +173,7 @@ def measured_pipeline(plan: pipeline.Plan, compute: pipeline.Compute, factor: fl
     return steps.Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=4)
 @given(st.lists(st.floats(0.01, 10.0), min_size=6, max_size=6), st.floats(0.5, 2.0))
 def test_the_table_of_pipelines_finds_what_the_steps_were_made_of(times: list[float], factor: float) -> None:
     plan = pipeline.Plan(rates=(20.0, 200.0), micro_batches=(2, 3))
@@ -199,7 +195,7 @@ def test_the_table_of_pipelines_finds_what_the_steps_were_made_of(times: list[fl
 def test_real_ranks_note_what_they_send_and_time_messages() -> None:
     """Four ranks without a testbed."""
     plan = pipeline.Plan(rounds=1, layers=2, hidden=32, sequence=16)
-    with ranks(stages.Rank, 4) as group:
+    with ranks(pipeline.Rank, 4) as group:
         for kind, sizes in pipeline.PROBES.items():
             answers = group.ask("collective", kind=kind, entries=sizes[0], stages=pipeline.STAGES)
             assert all(answer["seconds"] > 0 for answer in answers)
@@ -207,7 +203,7 @@ def test_real_ranks_note_what_they_send_and_time_messages() -> None:
         for name, kinds in (("none", {ALL_REDUCE}), ("powersgd_r4", {ALL_REDUCE}), ("int8", quantised)):
             values = pipeline.settings(plan, name, 2)
             assert RunConfig(**values).micro_batches == 2
-            answers = group.ask("train", run=values, bandwidths=[None, None])
+            answers = group.ask("train", run=values)
             for answer in answers:
                 for iteration in answer["iterations"]:
                     assert sum(sent for _, sent in iteration["messages"]) == iteration["bytes"] > 0

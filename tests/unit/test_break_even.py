@@ -172,7 +172,7 @@ def test_a_disturbance_for_a_while_is_a_mean(even: Model) -> None:
     # Ranks that change within the disturbance.
     dense, compressed = (None,) * 4, (64,) * 4
     spent = {(0, dense): 400, (1, dense): 100, (1, compressed): 100, (2, compressed): 400}
-    trace = rank_trace.Trace(some, spent, ((1, "warmup", dense), (501, "active", compressed)), 16, 64)
+    trace = rank_trace.Trace(some, spent, 16, 64)
     rank = [cost.step(model, partial(model.powersgd, rank=64), overlap=False).seconds for model in (even, slow)]
     expected = 0.4 * means[0] + 0.1 * means[1] + 0.1 * rank[1] + 0.4 * rank[0]
     assert trace.mean_seconds(overlap=False) == pytest.approx(expected)
