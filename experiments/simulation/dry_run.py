@@ -34,21 +34,18 @@ from experiments.spec.settings import RunConfig
 GIB = 2**30
 
 
-def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
+def chosen(study: str, method: str | None) -> list[RunConfig]:
     """One run of each variant that a dry run can follow, or the one called ``method``.
 
     Raises:
-        UserError: the study has no runs at this scale, none called so, or one that a dry run cannot follow.
+        UserError: the study has no run called so, or one that a dry run cannot follow.
     """
     from experiments.simulation.virtual_rank import not_followed
 
-    runs = {run.variant: run for run in reversed(matrix.runs(study, scale))}
-    where = matrix.study_path(study)
-    if not runs:
-        raise UserError(f"study {study} has no runs at scale {scale}", where=where, fix="use --scale paper")
+    runs = {run.variant: run for run in reversed(matrix.runs(study, "paper"))}
     if method is not None and method not in runs:
         fix = f"use one of {', '.join(sorted(runs))}"
-        raise UserError(f"study {study} has no method {method!r}", where=where, fix=fix)
+        raise UserError(f"study {study} has no method {method!r}", where=matrix.study_path(study), fix=fix)
     followed = []
     for run in reversed(runs.values()) if method is None else [runs[method]]:
         reason = not_followed(run)
@@ -61,9 +58,7 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
     return followed
 
 
-def rows(
-    study: str, scale: str, memory: int, *, method: str | None, rank: int, every_rank: bool
-) -> Iterator[dict[str, Any]]:
+def rows(study: str, memory: int, *, method: str | None, rank: int, every_rank: bool) -> Iterator[dict[str, Any]]:
     """Rows of all numbers, in bytes: one for each method and pipeline stage of ``study``, or for each rank of it.
 
     The first rank of a stage stands for all: every tensor-parallel shard has the same shapes, and every replica the
@@ -76,7 +71,7 @@ def rows(
     from experiments.simulation.virtual_rank import VirtualRank
 
     work = []
-    for run in chosen(study, scale, method):
+    for run in chosen(study, method):
         shape = placement.shape_of(run)
         work += [(run, shape, stage) for stage in placement.build(shape)]
     for number, (run, shape, stage) in enumerate(work, 1):
@@ -131,7 +126,6 @@ def verdict(rows: list[dict[str, Any]], memory: int, name: str) -> str:
 @main_guard
 def main(
     study: Annotated[str, typer.Option(help="A study with a `cluster` section.")],
-    scale: Annotated[str, typer.Option(help="Scale whose runs are looked at.")] = "paper",
     method: Annotated[str | None, typer.Option(help="One variant of the study [all].")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank where a controller decides it.")] = 64,
     every_rank: Annotated[bool, typer.Option("--every-rank", help="A line for each rank.")] = False,
@@ -140,7 +134,7 @@ def main(
     """Print what each rank holds and sends; with --out also as CSV."""
     gpu, shape = load_cluster(study).gpu, placement.shape_of(placement.study_run(study))
     memory = gpu.memory_bytes.value
-    lines = list(rows(study, scale, memory, method=method, rank=rank, every_rank=every_rank))
+    lines = list(rows(study, memory, method=method, rank=rank, every_rank=every_rank))
     parallel = f"TP{shape.tensor} PP{shape.pipeline} DP{shape.data}"
     wide = Console(width=None if sys.stdout.isatty() else 240)
     wide.print(as_table(lines, f"{study}: {parallel}, GiB per GPU", shape, every_rank=every_rank))

@@ -176,9 +176,6 @@ def test_what_a_step_exposes_is_what_can_be_saved() -> None:
     assert free[1] == pytest.approx(free[0])
     assert free[1] <= none[1] <= none[0]
     assert all(cost.step(model, one, overlap=False).seconds >= free[0] for _, one in model.methods().values())
-    shares = list(cluster_model.shares(model).values())
-    assert shares[1] == pytest.approx(1 - free[0] / none[0], abs=1e-6)
-    assert shares == sorted(shares), "the quicker the device, the more of a step is the reduction"
 
 
 @pytest.mark.parametrize(
