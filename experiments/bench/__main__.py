@@ -1,4 +1,4 @@
-"""``python -m experiments.bench engine``, ``step``, ``network``, ``steps``, ``pipeline`` and ``race``.
+"""``python -m experiments.bench engine``, ``step``, ``network``, ``steps`` and ``race``.
 
 All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
@@ -22,7 +22,6 @@ BENCHMARKS = {
     "step": step_profile,
     "network": network,
     "steps": steps,
-    "pipeline": pipeline,
     "race": race,
 }
 

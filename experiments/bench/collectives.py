@@ -18,7 +18,6 @@ from edgc.runtime.channel import collective
 
 ALL_REDUCE, ALL_TO_ALL, ALL_GATHER = "all_reduce", "all_to_all", "all_gather"
 KINDS = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)  # that are timed
-SEND = "send"  # no collective: from one rank to another
 Message = tuple[str, float]  # the kind of a collective, and the bytes that a rank sends in it
 
 
@@ -75,19 +74,18 @@ def total_bytes(messages: Iterable[Message]) -> float:
 
 
 def bytes_sent(kind: str, entries: int, world: int) -> float:
-    """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged, gathered
-    (:class:`edgc.runtime.channel.Channel` has the formulas) or sent."""
-    share = 1.0 if kind == SEND else (2 if kind == ALL_REDUCE else 1) * (world - 1) / world
-    return share * 4 * entries
+    """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged or gathered
+    (:class:`edgc.runtime.channel.Channel` has the formulas)."""
+    return (2 if kind == ALL_REDUCE else 1) * (world - 1) / world * 4 * entries
 
 
-def time_collective(kind: str, entries: int, group: dist.ProcessGroup | None = None) -> float:
+def time_collective(kind: str, entries: int) -> float:
     """Seconds of one collective on a buffer of so many fp32 numbers, a multiple of the group's size.
 
     Raises:
         RuntimeError: a wrong result.
     """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    world, rank = dist.get_world_size(), dist.get_rank()
     # Part j of the result of an exchange or a gathering is rank j's.
     buffer = torch.full((entries,), float(rank))
     share = entries // world
@@ -95,12 +93,12 @@ def time_collective(kind: str, entries: int, group: dist.ProcessGroup | None = N
     dist.barrier()
     started = time.perf_counter()
     if kind == ALL_REDUCE:
-        dist.all_reduce(buffer, group=group)
+        dist.all_reduce(buffer)
     elif kind == ALL_TO_ALL:
-        dist.all_to_all_single(output := torch.empty_like(buffer), buffer, group=group)
+        dist.all_to_all_single(output := torch.empty_like(buffer), buffer)
     else:
         gather = collective("all_gather_single", "all_gather_into_tensor")
-        gather(output := torch.empty_like(buffer), buffer[:share], group=group)
+        gather(output := torch.empty_like(buffer), buffer[:share])
     seconds = time.perf_counter() - started
     right = (buffer == world * (world - 1) / 2).all() if kind == ALL_REDUCE else torch.equal(output, expected)
     if not right:

@@ -9,6 +9,7 @@ timed in every round. The model is :mod:`experiments.simulation.iteration_model`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ METHODS: dict[str, Options] = {
     "topk": {"hook": "edgc", "method": "topk", "density": 0.01},
 }
 # fp32 entries of the collectives that tell what a link does.
-PROBES = dict.fromkeys(KINDS, (1 << 16, 1 << 18, 1 << 20, 3 << 20))
+PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)
 PROBE_ROUNDS = 5  # gloo's exchanges take one of two times, so some are needed for the median
 FREE = 0.0  # no limit, in the tables
 
@@ -95,7 +96,7 @@ def measure(plan: Plan, folder: Path, say: Say) -> Measurements:
                 say(f"{workers} workers, {network.limit_name(rate)}")
                 testbed.limit(rate or None)
                 place = {"workers": workers, "mbit_per_s": rate}
-                probes += [place | row for row in probe(group, PROBES, workers)]
+                probes += [place | row for row in probe(group, workers)]
                 for index, order in schedule(list(METHODS), plan.rounds):
                     steps = [place | one_step(group, index, name) for name in order]
                     rounds += steps if index >= 0 else []
@@ -115,20 +116,14 @@ def messages(group: Group, workers: int) -> dict[str, list[list[collectives.Mess
     return sent
 
 
-def probe(group: Group, sizes: Mapping[str, Sequence[int]], members: int, **options: int) -> Iterable[dict[str, Any]]:
-    """Messages by themselves: bytes that a rank sends and seconds of the slowest.
-
-    Args:
-        sizes: in fp32 entries, by kind.
-        members: ranks that take part in a collective.
-        options: of the request to the workers.
-    """
-    for kind, entries in [(kind, entries) for kind, counts in sizes.items() for entries in counts]:
+def probe(group: Group, workers: int) -> Iterable[dict[str, Any]]:
+    """Collectives by themselves: bytes that a rank sends and seconds of the slowest."""
+    for kind, entries in itertools.product(KINDS, PROBES):
         for index in range(-1, PROBE_ROUNDS):
-            answers = group.ask("collective", kind=kind, entries=entries, **options)
+            answers = group.ask("collective", kind=kind, entries=entries)
             if index >= 0:
                 seconds = max(answer["seconds"] for answer in answers)
-                yield {"kind": kind, "bytes": bytes_sent(kind, entries, members), "seconds": seconds}
+                yield {"kind": kind, "bytes": bytes_sent(kind, entries, workers), "seconds": seconds}
 
 
 def one_step(group: Group, index: int, name: str) -> dict[str, Any]:

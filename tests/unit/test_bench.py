@@ -204,7 +204,6 @@ def test_layers_of_a_model_are_as_many_as_fit() -> None:
         ("step --layers 0", "--layers 0 is not valid"),
         ("network --rates 100,20000", "--rates 100,20000 is not valid"),
         ("steps --workers 1", "--workers 1 is not valid"),
-        ("pipeline --micro-batches 1", "--micro-batches 1 is not valid"),
         ("race --methods int3", "--methods int3 is not valid"),
         ("race --seeds x", "--seeds x is not valid"),
         ("predict results/none", "no measured steps"),

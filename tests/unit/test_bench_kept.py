@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -15,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from typer.testing import CliRunner
 
-from experiments.bench import network, pipeline, race, steps, terminal, testbed
+from experiments.bench import network, race, terminal, testbed
 from experiments.bench.__main__ import REFERENCE, app
 from paper_figures.__main__ import draw
 
@@ -27,41 +24,18 @@ def kept(name: str) -> pd.DataFrame:
     return pd.read_csv(path)
 
 
-def read_steps(name: str) -> Callable[[dict[str, Any]], steps.Measurements]:
-    return lambda record: steps.read(next(REFERENCE.glob(f"*/{name}.json")), record)
-
-
-CASES: dict[str, tuple[Any, Callable[[dict[str, Any]], Any]]] = {
-    "network": (network, lambda record: kept("network_rounds")),
-    "steps": (steps, read_steps("steps")),
-    "pipeline": (pipeline, read_steps("pipeline")),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_the_program_writes_the_tables_that_are_kept(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, measured = CASES[name]
-    [path] = REFERENCE.glob(f"*/{name}.json")
-    record = json.loads(path.read_text())
+    [path] = REFERENCE.glob("*/network.json")
     monkeypatch.setattr(testbed, "missing", lambda: None)
-    monkeypatch.setattr(module, "measure", lambda *_: measured(record))
-    # Of an earlier version are other settings, such as how a record says that there is no limit.
-    known = module.Plan.model_fields.keys() - {"rates"}
-    settings = {key: value for key, value in record["settings"].items() if key in known}
-    terminal.run(module, module.Plan(**settings), tmp_path)
+    monkeypatch.setattr(network, "measure", lambda *_: kept("network_rounds"))
+    terminal.run(network, network.Plan(), tmp_path)
     [folder] = tmp_path.iterdir()
     assert capsys.readouterr().out.splitlines() == [str(folder)]
-    files = sorted(folder.glob("*.csv"))
-    assert path.with_suffix(".csv").name in {file.name for file in files}
-    for file in files:
-        ours, theirs = pd.read_csv(file), pd.read_csv(path.with_name(file.name))
+    for name in ("network.csv", "network_rounds.csv"):
+        ours, theirs = pd.read_csv(folder / name), pd.read_csv(path.with_name(name))
         pd.testing.assert_frame_equal(ours.drop(columns=MACHINE), theirs.drop(columns=MACHINE), rtol=1e-5)
-    written = json.loads((folder / f"{name}.json").read_text())
-    assert {key: written[key] for key in written.keys() - {"machine", "settings"}} == {
-        key: record[key] for key in record.keys() - {"machine", "settings"}
-    }
 
 
 def test_predictions_that_are_kept_are_computed_again_to_the_byte(tmp_path: Path) -> None:
