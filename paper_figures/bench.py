@@ -31,7 +31,7 @@ FLOOR: dict[str, Any] = {"color": "#444444", "linewidth": 0.9, "linestyle": (0, 
 def draw(results: Path) -> Figure:
     """Medians over rounds with quartiles; processor time where one thread runs, else wall time.
 
-    The floor is in the table that commit b28727f has measured; the benchmark measures none since.
+    Only tables written up to commit b28727f have a floor.
     """
     table = inputs.read_benchmark(results / "engine.csv", "the engine benchmark", "bench")
     table = table[table["gradient_dtype"] == table["gradient_dtype"].iloc[0]]

@@ -1,5 +1,5 @@
 """Predict measured steps of two pipeline stages with two replicas each, every rank on a host of the testbed:
-pipeline.csv, pipeline.json, from pipeline_rounds.csv and pipeline_probes.csv, which commit b28727f has measured.
+pipeline.csv, pipeline.json, from pipeline_rounds.csv and pipeline_probes.csv. What measured these is in commit b28727f.
 
 Megatron trains; activations and gradients share the limited cable of their host. Calibrated without a limit at two
 numbers of micro-batches; predicted under limits at others. Of a limited link nothing is used but messages timed by

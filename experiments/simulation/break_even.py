@@ -8,7 +8,8 @@ stages or links differ, or are congested for a while).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,7 +24,7 @@ from experiments.common.cli import main_guard
 from experiments.common.files import check_writable
 from experiments.common.written_tables import write_text
 from experiments.simulation import rank_trace
-from experiments.simulation.cluster_model import boundary, load_model
+from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import KIND, Model, of_method, reduction, step
 from experiments.simulation.scenarios import Case, Scenarios, load_scenarios, model_of
 
@@ -66,9 +67,23 @@ def break_even(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     for key, cluster in scenarios.clusters.items():
         model = model_of(scenarios.of, cluster, cluster.reference)
         for overlap, name, percent in product((False, True), scenarios.methods, SAVED):
-            gbits = boundary(partial(saved_at, model, name, overlap), percent, LEAST, MOST, PRECISION)
+            gbits = boundary(partial(saved_at, model, name, overlap), percent)
             row = {"cluster": key, "label": cluster.label, "overlap": overlap, "method": name}
             yield row | {"saved_percent": percent, "gbits_per_second": gbits}
+
+
+def boundary(saved: Callable[[float], float], percent: float) -> float | None:
+    """Gbit/s up to which ``percent`` is saved, to a factor :data:`PRECISION` below it, given what is saved by
+    bandwidth, which falls with it; None and infinity beyond :data:`LEAST` and :data:`MOST`."""
+    low, high = LEAST, MOST
+    if saved(low) < percent:
+        return None
+    if saved(high) >= percent:
+        return math.inf
+    while high / low > PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if saved(middle) >= percent else (low, middle)
+    return low
 
 
 def saved_at(model: Model, name: str, overlap: bool, gbits: float) -> float:

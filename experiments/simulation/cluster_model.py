@@ -9,8 +9,7 @@ with its source and kind (measured, cited or assumed); the formulas and what the
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,24 +104,6 @@ def step_table(models: Sequence[Model]) -> list[dict[str, Any]]:
                 row |= {"reduction_time_percent": f"{reduction(seconds, base.seconds):.4f}"}
                 rows.append(row | {"kind": KIND})
     return rows
-
-
-def boundary(
-    saved: Callable[[float], float], percent: float, low: float, high: float, precision: float
-) -> float | None:
-    """Bandwidth (Gbit/s) up to which ``percent`` is saved, given what is saved by bandwidth: to a factor
-    ``precision`` below it.
-
-    Bisection, as what is saved falls with the bandwidth; None and infinity beyond ``low`` and ``high``.
-    """
-    if saved(low) < percent:
-        return None
-    if saved(high) >= percent:
-        return math.inf
-    while high / low > precision:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if saved(middle) >= percent else (low, middle)
-    return low
 
 
 def summary(study: str, model: Model) -> dict[str, Any]:

@@ -73,18 +73,6 @@ def test_an_engine_alone_does_what_it_does_as_one_of_two_ranks_and_all_reconstru
     assert real["int4"][2] < real["int8"][2] < real["bf16"][2] < real["fp32"][2]
 
 
-def test_agrees_with_torchs_hook() -> None:
-    """Same first Q, same rank; its error feedback is ours where there is one worker, and in the mean where there are
-    more (``unit/test_audit.py``)."""
-    shapes = [(30, 40), (40, 20), (30, 40)]
-    hook, ours = TorchHook(shapes, 4, None, torch.empty(0)), Ours(shapes, 4, None, "fp32")
-    for step, buffer in enumerate(make(shapes, 20, seed=0, dtype=torch.float32, device=CPU)):
-        theirs = buffer.clone()
-        hook.step(theirs)
-        ours.step(buffer)
-        assert (buffer - theirs).norm() < 1e-4 * theirs.norm(), step
-
-
 @pytest.fixture
 def children() -> Iterator[Group]:
     with Group([Worker(Child, {}) for _ in range(2)]) as group:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from experiments.bench import network, race, terminal, testbed
 from experiments.bench.__main__ import REFERENCE, app
-from paper_figures.__main__ import draw
 
 MACHINE = ["machine", "caches", "torch"]
 
@@ -54,24 +50,3 @@ def test_predictions_that_are_kept_are_computed_again_to_the_byte(tmp_path: Path
 def test_the_ranking_of_the_race_follows_from_its_runs() -> None:
     summary, theirs = race.summary(kept("race")), kept("race_summary")
     pd.testing.assert_frame_equal(summary, theirs[summary.columns], rtol=1e-5)
-
-
-def words(fig: Figure) -> str:
-    """All words of a figure, which has labelled axes with data in every panel."""
-    fig.canvas.draw()
-    text = " ".join(text.get_text() for text in fig.findobj(Text))
-    plt.close(fig)
-    return text
-
-
-def test_figures_show_what_is_kept() -> None:
-    machine = {name: next(REFERENCE.glob(f"*/{name}.csv")).parent for name in ("network", "race", "steps")}
-    failed = kept("network")["status"].ne("ok").any()
-    assert ("failed" in words(draw("bench_network", machine["network"]))) == failed
-    missed = kept("race_summary").eval("reached < seeds").any()
-    assert ("never" in words(draw("bench_race", machine["race"]))) == missed
-    fig = draw("bench_steps", machine["steps"])
-    points = sum(len(line.get_xdata()) for ax in fig.axes for line in ax.lines if line.get_gid() == "step")
-    assert points == sum((kept(name)["used"] == "validation").sum() for name in ("steps", "pipeline")) > 0
-    assert any("DP2 x PP2" in ax.get_title(loc="left") for ax in fig.axes)
-    plt.close(fig)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgc.errors import UserError
 from experiments.simulation import break_even, cost, rank_trace, scenarios
-from experiments.simulation.cluster_model import boundary, load_model
+from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import Model
 from experiments.simulation.scenarios import Case, MixtureOfExperts, Scenario, TwoSites, model_of
 from experiments.spec import matrix
@@ -83,8 +83,7 @@ def test_two_sites_by_hand() -> None:
 
 @given(st.floats(1e-3, 1e6), st.floats(0.1, 90.0))
 def test_a_boundary_is_found_to_two_percent(at: float, percent: float) -> None:
-    limits = (break_even.LEAST, break_even.MOST, break_even.PRECISION)
-    found = boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent, *limits)
+    found = break_even.boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent)
     if at < break_even.LEAST:
         assert found is None
     elif at >= break_even.MOST:
@@ -136,14 +135,6 @@ def test_an_assumption_touches_what_it_is_about() -> None:
 @pytest.fixture(scope="module")
 def even() -> Model:
     return replace(load_model(OF), gbits=25.0)
-
-
-def test_all_shares_of_one_change_nothing(even: Model) -> None:
-    [(end, model)] = break_even.course(even, Case(label="a", links=[1, 1, 1, 1], devices=[1, 1, 1, 1]), 1000).parts
-    assert end == 1000 and model is not even
-    for name, (_, mine) in model.methods(edgc=False).items():
-        found, expected = cost.step(model, mine, overlap=True), cost.step(even, even.method(name), overlap=True)
-        assert found.seconds == pytest.approx(expected.seconds)
 
 
 def test_a_stage_by_hand(even: Model) -> None:
@@ -232,10 +223,3 @@ def test_scenarios_that_cannot_be(
     with pytest.raises(UserError) as error:
         scenarios.load_scenarios("break_even")
     assert words in str(error.value) and "break_even.yaml" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_committed_scenarios_can_be_modelled() -> None:
-    for scenario in COMMITTED.clusters.values():
-        assert set(COMMITTED.methods) <= set(model_of(COMMITTED.of, scenario, scenario.reference).methods())
-    with pytest.raises(UserError, match="has no scenarios section"):
-        scenarios.load_scenarios("methods")

@@ -18,12 +18,10 @@ from edgc.control.controller import Ranks, make_controller
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
 from experiments.simulation import rank_trace
-from experiments.simulation.cluster_model import load_model, sweep
 from experiments.simulation.cost import Cost, Model, step
 from experiments.simulation.inputs import load_cluster
 from experiments.simulation.placement import GPTShape, build
 from experiments.simulation.rank_trace import Course, Recorded, Trace, follow, recorded
-from experiments.spec import matrix
 from experiments.verdicts import archive
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "workstation" / "entropy_trend"
@@ -139,23 +137,3 @@ def test_a_trace_at_one_rank_costs_what_the_fixed_rank_costs() -> None:
 
 def same(one: Cost, other: Cost) -> bool:
     return all(math.isclose(getattr(one, key), getattr(other, key)) for key in ("bytes", "communication", "compress"))
-
-
-def test_the_paper_scale_tables() -> None:
-    study = "gpt2_12p1b_h100"
-    models = list(sweep(load_model(study)))[::3]
-    rows = rank_trace.table(study, models)
-    assert len(rows) == len(recorded()) * len(models)
-    run = matrix.find(study, "paper", "edgc_cqm-s1")
-    for row in rows:
-        assert row["kind"] == "simulated"
-        assert float(row["share_uncompressed"]) >= run.edgc.warmup_fraction - 1e-6
-    for model in models:
-        of = {row["entropy"]: row for row in rows if row["gbits_per_second"] == f"{model.gbits:g}"}
-        limits = {row["r_max"] for row in of.values()}
-        assert len(limits) == 1, "entropy has no part in the search"
-        dense = model.slowest(model.none).seconds
-        for row in of.values():
-            spent = float(row["seconds_communication"]) + float(row["seconds_compress"])
-            expected = 100 * (1 - spent / dense)
-            assert float(row["reduction_with_compress_percent"]) == pytest.approx(expected, abs=1e-3)
