@@ -30,7 +30,7 @@ def kernels(
     call: Callable[[], object],
     device: torch.device,
     *,
-    steps: int = 3,
+    steps: int = 2,
     before: Callable[[], object] = lambda: None,
     trace: Path | None = None,
 ) -> dict[str, float]:

@@ -51,7 +51,8 @@ METHODS: dict[str, Options] = {
         for rank in chosen
     },
 }
-RISKY: dict[str, Options] = {"torch r32, default buckets": {"hook": "torch", "rank": 32}}  # may end their processes
+RISKY = "torch r32, default buckets"  # may end its processes
+RISKY_OPTIONS: Options = {"hook": "torch", "rank": 32}
 
 
 class Plan(terminal.Plan):
@@ -79,9 +80,8 @@ def measure(plan: Plan, folder: Path, say: Say) -> pd.DataFrame:
                     steps = [one_step(group, rate, name, index, STEP_SECONDS) for name in order]
                     rows += steps if index >= 0 else []
         for rate in plan.rates:
-            say(f"{limit_name(rate)}, several buckets")
-            for name, options in RISKY.items():
-                rows += _try(testbed, plan, rate, name, options)
+            say(f"{limit_name(rate)}, {RISKY}")
+            rows += _try(testbed, plan, rate)
     return pd.DataFrame(rows).sort_values(["mbit_per_s"], kind="stable", ignore_index=True)
 
 
@@ -92,19 +92,19 @@ def one_step(group: Group, rate: float, name: str, index: int, within: float) ->
     return row | answers[["bytes", "wire"]].astype(float).mean().to_dict()
 
 
-def _try(testbed: Testbed, plan: Plan, rate: float, name: str, options: Options) -> Iterator[dict[str, Any]]:
-    """A few steps of a method in processes of its own; its crash is its result."""
+def _try(testbed: Testbed, plan: Plan, rate: float) -> Iterator[dict[str, Any]]:
+    """A few steps of the risky method in processes of its own; its crash is its result."""
     testbed.limit(None)
     try:
         with ranks(Rank, WORKERS, threads=plan.threads, testbed=testbed, size=plan.size) as group:
-            group.ask("prepare", within=RISKY_SECONDS, name=name, options=options)
+            group.ask("prepare", within=RISKY_SECONDS, name=RISKY, options=RISKY_OPTIONS)
             testbed.limit(rate or None)
             for index in range(min(RISKY_STEPS, plan.rounds)):
-                yield one_step(group, rate, name, index, RISKY_SECONDS)
+                yield one_step(group, rate, RISKY, index, RISKY_SECONDS)
     except WorkerError as error:
         # Where packages lie on this machine is nobody's business.
         reason = re.sub(r"\S*/site-packages/", "", str(error))
-        yield {"mbit_per_s": rate, "method": name, "status": f"failed: {reason}"}
+        yield {"mbit_per_s": rate, "method": RISKY, "status": f"failed: {reason}"}
 
 
 def limit_name(rate: float) -> str:
@@ -120,7 +120,7 @@ def tables(plan: Plan, rounds: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """
     rows = []
     for (rate, name), part in rounds.groupby(["mbit_per_s", "method"], sort=False):
-        options = (METHODS | RISKY)[name]
+        options = METHODS.get(name, RISKY_OPTIONS)
         failures = part["status"][part["status"] != "ok"]
         good = part[part["status"] == "ok"].set_index("round")
         row: dict[str, Any] = {"mbit_per_s": rate, "method": name, "hook": options["hook"]}

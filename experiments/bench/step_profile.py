@@ -24,7 +24,6 @@ import pandas as pd
 import torch
 from pydantic import Field, model_validator
 
-from edgc.errors import UserError
 from edgc.runtime.channel import Mark, seconds_between
 from experiments.bench import terminal
 from experiments.bench.collectives import join
@@ -61,7 +60,6 @@ LARGER = (TORCH, "entropy of 25 %", "powersgd fp32", "powersgd fp32 measured", "
 LARGE = {f"{name} 100 MB": (name, 100) for name in LARGER}
 VARIANTS = (DDP, TORCH, *OURS, *LARGE, AGAIN)
 QUICK = (DDP, TORCH, "none", *ENTROPY, "powersgd fp32", "powersgd int8", "powersgd int4", *LARGE, AGAIN)
-PROFILED = 2
 SECONDS = 300.0  # for an answer
 BATCHES = 4
 SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
@@ -93,12 +91,6 @@ class Plan(terminal.Plan, Size):
     def _by_device(cls, options: dict[str, Any]) -> dict[str, Any]:
         values = {"variants": QUICK} | options | {"steps": 10} if options.get("quick") else options
         return values | {"device": device_of(options.get("device", "auto"))}
-
-    @model_validator(mode="after")
-    def _fits(self) -> Plan:
-        if self.hidden % self.heads:
-            raise UserError(f"--hidden {self.hidden} is not valid", fix=f"use a multiple of --heads {self.heads}")
-        return self
 
 
 def bucketed(variant: str) -> tuple[str, int]:
@@ -228,4 +220,4 @@ class Training:
 
     def kernels(self, trace: Path | None) -> dict[str, float]:
         """Kernels of one step."""
-        return kernels(self._step, self.device, steps=PROFILED, trace=trace)
+        return kernels(self._step, self.device, trace=trace)

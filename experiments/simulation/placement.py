@@ -234,7 +234,7 @@ def study_run(study: str) -> RunConfig:
 
 
 def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> int:
-    """Largest number of data-parallel groups that use one node's link at the same time.
+    """Largest number of data-parallel groups that use one node's link at the same time: one for each of its GPUs.
 
     Raises:
         UserError: if the cluster has not as many GPUs as the job, or if a tensor-parallel group or two
@@ -243,17 +243,9 @@ def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> in
     if nodes * gpus_per_node != shape.world:
         message = f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
         raise UserError(message, where=shape.where, fix="change the cluster or the parallel sizes")
-    if gpus_per_node % shape.tensor:
-        message = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"
-        raise UserError(message, where=shape.where, fix="keep every tensor-parallel group within a node")
-    on_node: dict[int, set[tuple[int, int]]] = {}
-    for rank in range(shape.world):  # tensor fastest, then data, then pipeline
-        tensor, data = rank % shape.tensor, rank // shape.tensor % shape.data
-        group = (tensor, rank // (shape.tensor * shape.data))
-        groups = on_node.setdefault(rank // gpus_per_node, set())
-        if group in groups:
-            message = f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group"
-            fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
-            raise UserError(message, where=shape.where, fix=fix)
-        groups.add(group)
-    return max(len(groups) for groups in on_node.values())
+    # Megatron's order: tensor fastest, then data, then pipeline.
+    if gpus_per_node % shape.tensor or (shape.data > 1 and gpus_per_node > shape.tensor):
+        message = f"gpus_per_node = {gpus_per_node} does not hold one tensor-parallel group of {shape.tensor}"
+        fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
+        raise UserError(message, where=shape.where, fix=fix)
+    return gpus_per_node

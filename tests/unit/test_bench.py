@@ -188,7 +188,6 @@ def test_layers_of_a_model_are_as_many_as_fit() -> None:
         ("engine --allocators huge", "--allocators huge is not valid"),
         ("engine --model gpt3", "--model gpt3 is not valid"),
         ("step --variants ddp,gzip", "--variants ddp,gzip is not valid"),
-        ("step --heads 7", "--hidden 768 is not valid"),
         ("step --layers 0", "--layers 0 is not valid"),
         ("network --rates 100,20000", "--rates 100,20000 is not valid"),
         ("steps --workers 1", "--workers 1 is not valid"),

@@ -21,7 +21,7 @@ from edgc.errors import UserError
 from experiments.common.written_tables import write_text
 from experiments.simulation import cluster_model, cost
 from experiments.simulation.cluster_model import load_model, sweep
-from experiments.simulation.cost import Cost, Model, all_gather_seconds, all_reduce_seconds, reduction
+from experiments.simulation.cost import Cost, Model, reduction
 from experiments.simulation.inputs import load_cluster
 from experiments.simulation.placement import GPTShape, build
 from experiments.spec import matrix
@@ -50,13 +50,6 @@ def fake_study(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) ->
     (folder / "scales").symlink_to(matrix.FOLDER / "scales")
     monkeypatch.setattr(matrix, "FOLDER", folder)
     return "mine"
-
-
-def test_ring_formulas_by_hand() -> None:
-    # 4 replicas, 1 GB, 1 GB/s, 10 us a hop: 6 hops, and 6/4 of the bytes over each link
-    assert all_reduce_seconds(1e9, 4, 1e-5, 1e9) == pytest.approx(6e-5 + 1.5, rel=1e-12)
-    assert all_gather_seconds(1e9, 4, 1e-5, 1e9) == pytest.approx(3e-5 + 3.0, rel=1e-12)
-    assert all_reduce_seconds(1e9, 1, 1e-5, 1e9) == 0.0
 
 
 def test_methods_by_hand() -> None:
