@@ -167,7 +167,7 @@ def _section(plan: Plan, groups: dict[str, Group], base: dict[str, Any], network
         for variant, fact in facts.items():
             about = base | {"allocator": allocator, "network": network, "variant": variant}
             if isinstance(fact, str):
-                rows.append(about | {"status": fact})
+                rows.append(about | {"status": fact, "round": 0})
             else:
                 turns.append((group, variant, about | {"status": "ok"} | fact))
     rounds = []

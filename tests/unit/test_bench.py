@@ -102,7 +102,7 @@ def test_ratios_are_taken_within_rounds() -> None:
         about = {"device": "cpu", "gradient_dtype": "fp32", "rank": 4, "threads": 1, "network": "none"}
         about |= {"allocator": allocator, "variant": variant, "status": status, "relative_error": 0.5, "bytes": 7}
         times = [{"round": index} | dict.fromkeys(engine.PARTS, value) for index, value in enumerate(seconds)]
-        rows.extend(about | row for row in times or [{}])
+        rows.extend(about | row for row in times or [{"round": 0}])
 
     add("torch", [6.0, 4.0, 9.0])
     add("fp32", [2.0, 2.0, 3.0])

@@ -87,7 +87,7 @@ def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
 
 @pytest.mark.slow
 def test_the_program_trains_every_kind_of_variant_and_keeps_no_trace(tmp_path: Path) -> None:
-    variants = (DDP, "torch 100 MB", "powersgd int8", "quantize")
+    variants = (DDP, "torch 100 MB", "powersgd int8")
     arguments = [*SIZE, "--rank", "2", "--steps", "2", "--device", "cpu", "--variants", ",".join(variants)]
     done = CliRunner().invoke(app, ["step", *arguments, "--results", str(tmp_path / "bench")])
     assert done.exit_code == 0, done.output
@@ -98,9 +98,9 @@ def test_the_program_trains_every_kind_of_variant_and_keeps_no_trace(tmp_path: P
     [reference] = Path("results/reference/bench").glob("*/step_profile.csv")
     assert set(table) < set(pd.read_csv(reference, nrows=1))
     assert (table[["step_ms", "host_ms", "kernel_ms", "peak_memory_mib"]] > 0).all(axis=None)
-    ours = table.loc[["powersgd int8", "quantize"]]
-    assert (ours[["compress_ms", "decompress_ms", "bytes"]] > 0).all(axis=None)
-    assert ours["relative_error"].between(1e-4, 0.999).all(), "nothing was compressed"
+    ours = table.loc["powersgd int8"]
+    assert (ours[["compress_ms", "decompress_ms", "bytes"]] > 0).all()
+    assert 1e-4 < ours["relative_error"] < 0.999, "nothing was compressed"
     # Nothing was lost on the way: with error feedback all train alike at first.
     assert table["loss"].max() < table["loss"].min() * 1.02
     assert (table["steps"] == 2).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -15,7 +16,7 @@ from experiments.bench import network, pipeline, steps
 from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from experiments.bench.gpt import Size
 from experiments.bench.steps import Compute, Link, Links, Messages, overhead_of, predict
-from experiments.bench.workers import ranks
+from tests.workers import run_workers
 
 COMPUTE = Compute(forward=1.0, backward=2.0, rest=0.25, complete=(0.25, 1.0))
 LINKS = {
@@ -24,13 +25,6 @@ LINKS = {
     ALL_GATHER: Link(latency=0.0, bandwidth=5.0),
 }
 seconds = st.floats(0.01, 10.0)
-
-
-class Counting(network.Rank):
-    """Tells what was sent, message by message and as the method counts it."""
-
-    def counted(self, name: str) -> tuple[list[list[Any]], int | None]:
-        return self.messages(name), self.methods[name].bytes
 
 
 @st.composite
@@ -84,23 +78,30 @@ def test_the_overhead_explains_the_step_that_it_was_taken_from(
     assert predict(compute, nothing, links, overhead_of(compute, nothing, links, step)) == pytest.approx(step)
 
 
+def counted() -> dict[str, tuple[list[list[Any]], int | None]]:
+    """By method what a rank sent in a step, message by message, and as the method counts it."""
+    rank, answers = network.Rank(), {}
+    with mock.patch.object(network, "join"):
+        rank.start(Size(layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=2))
+    for name in ("powersgd_r4", "powersgd_r32_int8", "int8", "topk"):
+        options = steps.METHODS[name]
+        rank.prepare(name, options | {"rank": 4} if "rank" in options else options)
+        answers[name] = rank.messages(name), rank.methods[name].bytes
+    return answers
+
+
 def test_messages_of_real_workers_are_what_the_methods_count() -> None:
     """Two workers without a testbed: what is noted message by message is what the engine says that it sent."""
-    size = Size(layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=2)
-    with ranks(Counting, 2, size=size) as group:
-        for name in ("powersgd_r4", "powersgd_r32_int8", "int8", "topk"):
-            options = steps.METHODS[name]
-            options = options | {"rank": 4} if "rank" in options else options
-            group.ask("prepare", name=name, options=options)
-            for messages, counted in group.ask("counted", name=name):
-                sent = [message for bucket in messages for message in bucket]
-                assert sum(size for _, size in sent) == counted > 0, name
-                assert all(size > 0 for _, size in sent)
-                # What is quantised is exchanged, summed by its owner, and gathered.
-                small = name.endswith("int8")
-                assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
-                if name.startswith("powersgd"):
-                    assert all(len(bucket) >= 2 for bucket in messages), "P and Q"
+    for answers in run_workers(2, counted):
+        for name, (messages, total) in answers.items():
+            sent = [message for bucket in messages for message in bucket]
+            assert sum(size for _, size in sent) == total > 0, name
+            assert all(size > 0 for _, size in sent)
+            # What is quantised is exchanged, summed by its owner, and gathered.
+            small = name.endswith("int8")
+            assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
+            if name.startswith("powersgd"):
+                assert all(len(bucket) >= 2 for bucket in messages), "P and Q"
 
 
 # ---- with pipeline stages

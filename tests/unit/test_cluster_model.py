@@ -175,12 +175,6 @@ def test_what_a_step_exposes_is_what_can_be_saved() -> None:
     ("changes", "message"),
     [
         ({"cluster__gpus": 4}, "unknown key gpus"),
-        ({"cluster__nodes": {"value": 8, "kind": "guessed", "source": "me"}}, "nodes.kind"),
-        ({"cluster__nodes": {"value": 8, "kind": "cited"}}, "missing key nodes.source"),
-        (
-            {"cluster__gpu__gemm_efficiency": {"value": 1.5, "kind": "cited", "source": "me"}},
-            "gemm_efficiency.value = 1.5",
-        ),
         ({"cluster__nodes": {"value": 7, "kind": "cited", "source": "me"}}, "nodes * gpus_per_node = 28"),
         ({"cluster": None, "variants": {}, "scales": {}}, "has no cluster section"),
         ({"base__parallel": {"tensor": 4, "pipeline": 5, "data": 2}}, "model.layers = 52 is not divisible"),
