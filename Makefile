@@ -119,20 +119,13 @@ bench-network: venv ## time training steps over links of limited bandwidth (root
 
 .PHONY: bench-steps
 bench-steps: venv ## compare predicted with measured training steps over links of limited bandwidth (root only)
-	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS)); [ -n "$$folder" ] || exit 0; \
-	$(BENCH) pipeline --results '$(RESULTS)/bench' >/dev/null; \
-	$(PY) -m paper_figures bench_steps --results "$$folder"
+	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS)); \
+	[ -z "$$folder" ] || $(PY) -m paper_figures bench_steps --results "$$folder"
 
 .PHONY: bench-race
 bench-race: venv ## train over limited links until a validation loss is reached, by the clock (root only, two hours)
 	@folder=$$($(BENCH) race --results '$(RESULTS)/bench' $(ARGS)); \
 	[ -z "$$folder" ] || $(PY) -m paper_figures bench_race --results "$$folder"
-
-.PHONY: bench-stages
-bench-stages: venv ## see when pipeline stages finish with and without DAC, over links with injected delays
-	@folder=$$($(BENCH) stages --results '$(RESULTS)/bench' $(ARGS)); \
-	$(PY) -m paper_figures stage_spread --results "$$folder"; \
-	$(PY) -m paper_figures timeline --results "$$folder"
 
 .PHONY: bench-keep
 bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed

@@ -1,4 +1,4 @@
-"""``python -m experiments.bench engine``, ``step``, ``network``, ``steps``, ``pipeline``, ``race`` and ``stages``.
+"""``python -m experiments.bench engine``, ``step``, ``network``, ``steps`` and ``race``.
 
 All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from edgc.errors import UserError
-from experiments.bench import engine, network, pipeline, race, stages, step_profile, steps, terminal
+from experiments.bench import engine, network, pipeline, race, step_profile, steps, terminal
 from experiments.common.cli import main_guard
 
 REFERENCE = Path("results/reference/bench")
@@ -22,9 +22,7 @@ BENCHMARKS = {
     "step": step_profile,
     "network": network,
     "steps": steps,
-    "pipeline": pipeline,
     "race": race,
-    "stages": stages,
 }
 
 app = typer.Typer(add_completion=False, help=__doc__)

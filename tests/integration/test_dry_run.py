@@ -138,7 +138,6 @@ def test_the_program_prints_and_writes_the_same(tmp_path: Path) -> None:
     ("options", "named"),
     [
         (("--study", "methods"), "no cluster section"),
-        (("--study", "gpt2_345m", "--scale", "ci"), "no runs at scale ci"),
         (("--study", "gpt2_345m", "--method", "magic"), "has no method 'magic'"),
         (("--study", "gpt2_345m", "--method", "topk"), "depends on values"),
         (("--study", "gpt2_345m", "--method", "optimus_cc"), "a fused embedding is sent after"),

@@ -110,7 +110,7 @@ def test_panels_are_filled_labelled_legible_and_whole(drawn: Drawn) -> None:
     assert saving.heading(fig), "no title says what is seen"
     note = words_of(fig)
     simulated = "Model, not measured" in note
-    assert simulated or ("n = " in note and ("scale " in note) == (drawn.name in FIGURES)) or drawn.name == "timeline"
+    assert simulated or ("n = " in note and ("scale " in note) == (drawn.name in FIGURES))
 
 
 def test_every_line_is_explained(drawn: Drawn) -> None:

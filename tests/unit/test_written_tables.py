@@ -10,7 +10,6 @@ import pytest
 from edgc.errors import UserError
 from experiments.analyse.tables import write_table
 from experiments.common import written_tables
-from experiments.simulation import rank_trace
 from experiments.verdicts import claim_measures, claims, regression
 from paper_figures import inputs
 
@@ -69,18 +68,3 @@ def test_committed_lists_that_are_cut_short_are_refused(tmp_path: Path) -> None:
         path.write_text(text[: text.rindex(entry) + 1])
         with pytest.raises(UserError, match=r"cut short .*\.yaml.*version control"):
             load(path)
-
-
-def test_recorded_entropies_that_are_cut_short_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = rank_trace.PATH.read_text().splitlines(keepends=True)
-    path = tmp_path / "recorded_entropy.csv"
-    monkeypatch.setattr(rank_trace, "PATH", path)
-    path.write_text("".join(lines))
-    assert rank_trace.recorded()
-    for text in ("".join(lines[:-1]), "".join(lines[:42]) + lines[42][:9], "".join(lines)[:-9], "", lines[0]):
-        path.write_text(text)
-        with pytest.raises(UserError, match=r"recorded entropies .*version control"):
-            rank_trace.recorded()
-    path.write_text("".join([*lines[:50], "gpt,half\n", *lines[50:]]))
-    with pytest.raises(UserError, match="recorded entropies"):
-        rank_trace.recorded()

@@ -167,8 +167,8 @@ def copy_repository(path: Path) -> None:
 def make_checkout(path: Path) -> Checkout:
     copy_repository(path)
     (path / KEPT).mkdir(parents=True)
-    for name in BENCHMARKS["stage_spread"]:
-        (path / KEPT / name).write_text("spread_seconds\n1\n")
+    for name in BENCHMARKS["bench_network"]:
+        (path / KEPT / name).write_text("seconds\n1\n")
     for module, body in PROGRAMS.items():
         # Which tables a program writes is read from its file.
         declared = {name: constant(path / module, name) for name in ("RESULTS", "DETAILS")}

@@ -59,7 +59,7 @@ def snakemake(folder: Path, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("conda") is None, reason="no conda on the PATH to make the environments with")
 def test_conda_makes_the_environment_of_figures(small: Checkout, tmp_path: Path) -> None:
-    figure = "results/ci/benchmarks/a-machine/stage_spread.png"
+    figure = "results/ci/benchmarks/a-machine/bench_network.png"
     snakemake(small.path, "--directory", str(tmp_path), "--sdm", "conda", "--conda-create-envs-only", figure)
     assert list((tmp_path / ".snakemake" / "conda").glob("*/bin/python"))
 
@@ -69,7 +69,7 @@ def test_from_another_folder_everything_is_made_there(small: Checkout, tmp_path:
     snakemake(tmp_path, "--snakefile", str(small.path / "Snakefile"), "all", "ci_regression")
     made = tmp_path / "results" / "ci"
     assert (made / "report.html").is_file()
-    assert (made / "regression.csv").is_file() and (made / "benchmarks" / "a-machine" / "stage_spread.png").is_file()
+    assert (made / "regression.csv").is_file() and (made / "benchmarks" / "a-machine" / "bench_network.png").is_file()
     assert not (small.path / "results" / "ci").exists()
 
 
