@@ -175,9 +175,6 @@ class HuggingFaceText(Source):
             self.folder = Path(dataset).expanduser()
             self.where = str(self.folder)
             self.files = _files(self.folder, (".parquet", ".json", ".jsonl"))
-            if len({path.suffix == ".parquet" for path in self.files}) > 1:
-                fix = "keep only one kind of file in the folder"
-                raise UserError("data.dataset mixes parquet and JSON files", where=self.folder, fix=fix)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         import datasets
@@ -197,8 +194,7 @@ class HuggingFaceText(Source):
         except Exception as error:  # network, hub, arrow and JSON errors share no base class
             fix = "repair or replace the files"
             if not self.folder:
-                fix = "check the network, data.dataset and data.revision, or set data.dataset to a local "
-                fix += "folder with the dataset's parquet or jsonl files"
+                fix = "check the network, or set data.dataset to a folder with the dataset's parquet or jsonl files"
             lines = str(error).strip().splitlines() or ["no message"]
             message = f"data.dataset cannot be read: {type(error).__name__}: {lines[0][:200]}"
             raise UserError(message, where=self.where, fix=fix) from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.equivalence import LEAST_SEEDS, NOT_DECIDED, ON_PAR, Equivalence, Scale
-from experiments.evaluation.inputs import Model, Row, TaskFile
+from experiments.evaluation.inputs import Model, Row, Task
 from experiments.evaluation.statistics import Gap, beats, gap, influence, judge, pooled, seed_interval, spread
 
 BASELINE = "none"  # compression.method of the uncompressed runs
@@ -48,7 +48,7 @@ class Results:
     """Finished evaluations of ``models`` on ``tasks``, below the folder ``out``."""
 
     models: Sequence[Model]
-    tasks: Sequence[TaskFile]
+    tasks: Sequence[Task]
     out: Path
     rule: Equivalence
 
@@ -135,7 +135,7 @@ class Results:
                     rows.append(row)
         return rows
 
-    def over_seeds(self, both: Sequence[tuple[Score, Score]], task: TaskFile, metric: str) -> Row:
+    def over_seeds(self, both: Sequence[tuple[Score, Score]], task: Task, metric: str) -> Row:
         """Columns of :meth:`summary` from (compressed, uncompressed) of each seed."""
         differences = [ours.value - theirs.value for ours, theirs in both]
         low, high = seed_interval(differences)
@@ -171,7 +171,7 @@ class Results:
         ]
 
 
-def read_scores(folder: Path, task: TaskFile) -> dict[str, Score]:
+def read_scores(folder: Path, task: Task) -> dict[str, Score]:
     """Scores by metric of one finished evaluation; values and, where it has some, standard errors are lm-eval's."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     with (folder / "samples.jsonl").open(encoding="utf-8") as handle:
@@ -187,7 +187,7 @@ def read_scores(folder: Path, task: TaskFile) -> dict[str, Score]:
     return scores
 
 
-def above_chance(score: Score, task: TaskFile, metric: str) -> bool | None:
+def above_chance(score: Score, task: Task, metric: str) -> bool | None:
     """Tell if a score is beyond chance and beyond the best constant answer, by its 95 % interval."""
     levels = [task.reference.get(key, {}).get(metric) for key in ("chance", "best_constant")]
     return beats(score.value, score.stderr, levels, task.metrics[metric])

@@ -34,8 +34,7 @@ from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import load_yaml, validate
 from experiments.spec.settings import RunConfig, lay, resolve
-from experiments.spec.study import Scale, Study, StudyLayer, check_names
-from experiments.spec.task_catalogue import Evaluation
+from experiments.spec.study import Evaluation, Scale, Study, StudyLayer, check_names
 
 FOLDER = ROOT / "experiments"
 
@@ -140,23 +139,10 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     return _connected(configs, where)
 
 
-def all_runs(scale: str) -> tuple[dict[str, list[RunConfig]], dict[str, UserError]]:
-    """The runs of every study at ``scale``, and the error of each study that cannot be read.
-
-    Raises:
-        UserError: the scale is wrong.
-    """
+def all_runs(scale: str) -> dict[str, list[RunConfig]]:
+    """The runs of every study at ``scale``; ``UserError`` for the first study that cannot be read."""
     load_scale(scale)
-    readable: dict[str, list[RunConfig]] = {}
-    broken: dict[str, UserError] = {}
-    for study in studies():
-        try:
-            readable[study] = runs(study, scale)
-            if load_study(study).needs is not None:
-                evaluation(study, scale)
-        except UserError as error:
-            broken[study] = error
-    return readable, broken
+    return {study: runs(study, scale) for study in studies()}
 
 
 def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale: str) -> dict[str, list[int]]:

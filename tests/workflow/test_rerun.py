@@ -159,7 +159,6 @@ def test_runs_of_other_code_are_kept_on_purpose(finished: Checkout) -> None:
     with edited(finished.path / "edgc" / "engine.py", code, code + "ANSWER = 42\n"):
         calls = (["-n", "rank_sweep", "--config", f"keep_runs={kept}"] for kept in ("true", "false"))
         (_, kept), (_, other) = finished.snakemake(*calls)
-    assert f"keep_runs: {all_runs()} finished runs of other code than today's are kept" in kept
     assert planned(kept) == {} and planned(other)["train"] == all_runs()
 
 

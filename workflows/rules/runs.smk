@@ -1,13 +1,6 @@
 # Text to token files, and training runs on them.
 
 
-if config["keep_runs"] and workflow.is_main_process:
-    folders = [Path(config["results"], SCALE, study, run) for study in RUNS for run in RUNS[study]]
-    codes = [source.recorded_code(folder / "run.yaml") for folder in folders if (folder / "status").is_file()]
-    others = len(codes) - codes.count(TRAINING_CODE)
-    print(f"keep_runs: {others} finished runs of other code than today's are kept", file=sys.stderr)
-
-
 # A run finds its data by data.path of its settings.
 rule data:
     output:
