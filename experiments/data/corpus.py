@@ -151,8 +151,6 @@ class TextFolder(Source):
             except json.JSONDecodeError as error:
                 fix = 'write one {"text": "..."} object a line'
                 raise UserError(f"line {number} is not JSON: {error.msg}", where=path, fix=fix) from None
-            except OSError as error:
-                raise UserError(f"cannot read: {error.strerror}", where=path, fix="make it readable") from None
 
     def identity(self) -> str:
         return _digest_of_files(self.folder, self.files)

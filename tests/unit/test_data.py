@@ -20,7 +20,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from edgc.errors import UserError
 from experiments.data import folder as module
 from experiments.data import tokenizer
-from experiments.data.__main__ import find_config
 from experiments.data.corpus import SPLITS
 from experiments.data.folder import (
     FILES,
@@ -197,12 +196,12 @@ def test_settings_are_found_by_name_and_the_first_run_with_a_path_has_them(monke
     first, second = (DataConfig(source="stdlib", path="two", max_documents=number) for number in (1, 2))
     studies = {name: [SimpleNamespace(data=data)] for name, data in (("a", first), ("b", second))}
     monkeypatch.setattr(matrix, "all_runs", lambda _: studies)
-    assert find_config("ci", "two") == first
+    assert matrix.data_config("ci", "two") == first
 
     monkeypatch.undo()
-    assert find_config("ci", "stdlib") == DataConfig(source="stdlib", path="stdlib")
+    assert matrix.data_config("ci", "stdlib") == DataConfig(source="stdlib", path="stdlib")
     with pytest.raises(UserError, match=r"no data.path = 'absent' at scale ci .*known: .*stdlib"):
-        find_config("ci", "absent")
+        matrix.data_config("ci", "absent")
 
 
 @pytest.fixture(scope="module")

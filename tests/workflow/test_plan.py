@@ -40,7 +40,6 @@ CALLS: dict[str, list[str]] = {
     "slurm at ci scale": ["--profile", "slurm", "-n", "report", "--config", "scale=ci"],
     "local": ["-np", "rank_sweep"],
     "rank_swep": ["-c2", "-n", "rank_swep"],
-    "lint": ["--lint"],
     **{setting: ["-n", "all", "--config", setting] for setting in SETTINGS},
 }
 
@@ -229,10 +228,6 @@ def test_unknown_target_of_make_is_one_line_with_the_nearest_names() -> None:
         assert result.returncode == 2
         [line] = (result.stdout + result.stderr).splitlines()
         assert said in line
-
-
-def test_lint_is_clean(calls: dict[str, tuple[int, str]]) -> None:
-    assert calls["lint"][0] == 0, calls["lint"][1]
 
 
 def test_every_run_has_a_name_that_is_a_folder() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -192,24 +191,11 @@ def reverse_times(folder: Path) -> None:
 
 
 def test_results_that_lost_their_times_are_used_as_they_are(finished: Checkout) -> None:
-    folder, records = finished.path / "results" / "ci", finished.path / ".snakemake" / "metadata"
+    folder = finished.path / "results" / "ci"
     reverse_times(folder)
     assert finished.plan(["all"], ["rank_sweep", "--config", "keep_runs=true"]) == [{}, {}]
     with edited(folder / "rank_sweep" / "r4-s1" / "run.yaml", "provenance", "# Another time.\nprovenance"):
         assert finished.plan(["rank_sweep"]) == [{"rank_sweep_tables": 1, "figure": 1, "rank_sweep": 1}]
-    status = folder / "rank_sweep" / "r4-s1" / "status"
-    kept = records.rename(records.with_name("kept"))
-    try:  # copied without Snakemake's records
-        assert finished.plan(["all"]) == [{}]
-        status.unlink()
-        [(code, text)] = finished.snakemake(["-c2", str(status.relative_to(finished.path))])
-        assert code == 0, text
-        # That run was made here, after its tables had come.
-        assert finished.plan(["rank_sweep"]) == [{"rank_sweep_tables": 1, "figure": 1, "rank_sweep": 1}]
-    finally:
-        shutil.rmtree(records)
-        kept.rename(records)
-    assert finished.plan(["all"]) == [{}]
 
 
 def test_the_last_line_is_that_of_the_step_that_failed(finished: Checkout) -> None:

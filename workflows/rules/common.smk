@@ -10,19 +10,17 @@ sys.path.insert(0, str(ROOT))
 
 from edgc.errors import UserError
 from experiments.spec import matrix
-from experiments.spec.settings import DataConfig
 from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, tables_of
 from experiments.common import source
 from experiments.common.yaml_settings import load_yaml, validate
-from workflows import freshness, jobs, program, steps, targets
+from workflows import jobs, program, steps, targets
 
-# `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
-# (or that of the rule's conda environment under `--sdm conda`), and its programs are those of this checkout.
+# `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too, and
+# its programs are those of this checkout.
 os.environ.update(
     PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
-freshness.judge_by_content()
 
 
 def stop(error):
@@ -135,13 +133,6 @@ def recorded_or(record, today):
     kept = source.recorded_code(Path(config["results"], SCALE, record)) if config["keep_runs"] else None
     # Of a run that went on from a checkpoint of other code, the code that ended it.
     return f"code {kept.rpartition('+')[2] if kept else today}"
-
-
-def data_config(wildcards):
-    """How the data of that name is prepared: by the scale's settings, else by those of a study."""
-    default = DataConfig(**matrix.load_scale(SCALE).defaults.get("data", {}))
-    used = [default, *(run.data for runs in RUNS.values() for run in runs.values())]
-    return settings(next((data for data in used if data.path == wildcards.data), default))
 
 
 def data_files(run):
