@@ -67,7 +67,8 @@ if workflow.is_main_process and Path(workflow.main_snakefile) == ROOT / "Snakefi
     folder = Path(config["results"], config["scale"])
     claims = []
     try:
-        targets.check_targets(targets.of_command_line(), [rule.name for rule in workflow.rules])
+        known = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
+        targets.check_targets(targets.of_command_line(), known)
     except UserError as error:
         stop(error)
     shown = None if workflow.output_settings.dryrun else steps.attach()

@@ -23,7 +23,7 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,7 +46,6 @@ CHECKSUM = "sha256"  # key of data.yaml that is written first
 CHECKSUM_BYTES = 64 * 2**20  # larger files are not read through; at 1 GB/s this takes a tenth of a second
 INDEX_CACHE = "index_cache"
 FILES = ("tokenizer.json", "documents.jsonl", *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
-Track = Callable[[Iterable[Document], str], Iterable[Document]]  # documents, and a bar with this label beside them
 
 
 class DataInfo(Settings):
@@ -193,7 +192,7 @@ def prepare(config: DataConfig, folder: Path, *, show: bool = True) -> DataInfo:
             new = folder.parent / f".{folder.name}.partial-{os.getpid()}"
             new.mkdir()
             try:
-                info = _write(config, source, identity, new, _track(show))
+                info = _write(config, source, identity, new, show)
                 manifest.publish(new, folder)
             finally:
                 shutil.rmtree(new, ignore_errors=True)
@@ -204,29 +203,23 @@ def prepare(config: DataConfig, folder: Path, *, show: bool = True) -> DataInfo:
     return info
 
 
-def _track(show: bool) -> Track:
-    from rich.console import Console
+def _write(config: DataConfig, source: Source, identity: str, new: Path, show: bool) -> DataInfo:
     from rich.progress import track
 
-    console = Console(stderr=True)
-    return lambda documents, label: track(documents, label, console=console, disable=not show)
-
-
-def _write(config: DataConfig, source: Source, identity: str, new: Path, track: Track) -> DataInfo:
     from experiments.data.tokenizer import encode_documents  # takes seconds to import, as Megatron does
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPU packages that this program has no use for
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    tokenizer = _tokenizer(config, source, track)
+    tokenizer = _tokenizer(config, source, show)
     tokenizer.save(new / "tokenizer.json")
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     counts = {name: dict.fromkeys(SPLITS, 0) for name in ("documents", "tokens", "bytes")}
     builders = {split: IndexedDatasetBuilder(str(new / f"{split}.bin"), dtype=dtype) for split in SPLITS}
     digest = hashlib.sha256()
     with (new / "documents.jsonl").open("w", encoding="utf-8") as index:
-        documents = track(source.documents(), "write tokens")
+        documents = track(source.documents(), "write tokens", disable=not show)
         for document, ids in encode_documents(documents, tokenizer, dtype):
             split, text_bytes = source.split_of(document), len(document.text.encode("utf-8"))
             builders[split].add_document(ids, [len(ids)])
@@ -260,12 +253,15 @@ def _write(config: DataConfig, source: Source, identity: str, new: Path, track: 
     return info
 
 
-def _tokenizer(config: DataConfig, source: Source, track: Track) -> TextTokenizer:
+def _tokenizer(config: DataConfig, source: Source, show: bool) -> TextTokenizer:
+    from rich.progress import track
+
     from experiments.data import tokenizer
 
     if config.tokenizer == "gpt2":
         return tokenizer.load_gpt2()
     if config.vocab_size is None:
         raise UserError("data.vocab_size is missing for data.tokenizer = bpe", fix="set data.vocab_size, e.g. 4096")
-    texts = (document for document in source.documents() if source.split_of(document) == "train")
-    return tokenizer.train_bpe((document.text for document in track(texts, "train tokenizer")), config.vocab_size)
+    documents = track(source.documents(), "train tokenizer", disable=not show)
+    texts = (document.text for document in documents if source.split_of(document) == "train")
+    return tokenizer.train_bpe(texts, config.vocab_size)

@@ -206,7 +206,7 @@ def test_a_frozen_study_is_refused_with_the_commit_to_check_out_and_its_settings
     names = [study], [f"results/ci/{study}/table.csv"]
     for refused in (
         lambda: matrix.runs(study, "ci"),
-        *(partial(check_targets, name) for name in names),
+        *(partial(check_targets, name, []) for name in names),
     ):
         with pytest.raises(UserError, match=f"frozen at {commit}.*git checkout {commit}"):
             refused()

@@ -241,6 +241,8 @@ def test_a_workflow_that_is_ended_ends_its_jobs_and_is_continued(finished: Check
         assert second.returncode == 2
         assert second.stdout.startswith(f"error: another workflow is running, process {process.pid} ")
         assert len(second.stdout.splitlines()) == 1
+        [(code, text)] = finished.snakemake(["-c1", "rank_sweep"])
+        assert code == 2 and "another workflow is running" in text.splitlines()[-1], "one started by hand, neither"
         open_files = {os.path.realpath(entry) for entry in Path(f"/proc/{job}/fd").iterdir()}
         assert str(folder / ".workflow.lock") not in open_files
     # Killed, here: another process ends its jobs.
