@@ -15,7 +15,6 @@ from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
 from experiments.training import launch
-from workflows import program as workflow
 from workflows.targets import check_targets
 
 STUDY = "window_ablation"  # trains and is analysed
@@ -59,9 +58,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "program"), [*((case, "launch") for case in MISTAKES), ("window", "workflow"), ("key", "matrix")]
-)
+@pytest.mark.parametrize(("case", "program"), [*((case, "launch") for case in MISTAKES), ("key", "matrix")])
 def test_a_wrong_study_is_one_line_with_key_file_and_fix(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, program: str
 ) -> None:
@@ -72,7 +69,6 @@ def test_a_wrong_study_is_one_line_with_key_file_and_fix(
     path.write_text(text.replace(old, new, 1) if old else f"{new}\n{text}")
     before = sorted(root.rglob("*"))
     run: dict[str, Callable[[], Any]] = {
-        "workflow": lambda: workflow.main(results=tmp_path / "results"),
         "matrix": lambda: matrix.main(STUDY, "ci"),
         "launch": lambda: launch.main(STUDY, "w4-s1", None, "ci", tmp_path / "results"),
     }
