@@ -33,9 +33,8 @@ from edgc.presets import deep_merge
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import load_yaml, validate
-from experiments.spec.settings import RunConfig, lay, resolve
-from experiments.spec.study import Scale, Study, StudyLayer, check_names
-from experiments.spec.task_catalogue import Evaluation
+from experiments.spec.settings import DataConfig, RunConfig, lay, resolve
+from experiments.spec.study import Evaluation, Scale, Study, StudyLayer, check_names
 
 FOLDER = ROOT / "experiments"
 
@@ -140,23 +139,26 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     return _connected(configs, where)
 
 
-def all_runs(scale: str) -> tuple[dict[str, list[RunConfig]], dict[str, UserError]]:
-    """The runs of every study at ``scale``, and the error of each study that cannot be read.
+def all_runs(scale: str) -> dict[str, list[RunConfig]]:
+    """The runs of every study at ``scale``; ``UserError`` for the first study that cannot be read."""
+    load_scale(scale)
+    return {study: runs(study, scale) for study in studies()}
+
+
+def data_config(scale: str, name: str) -> DataConfig:
+    """The ``data`` settings with this ``path``, of the scale or else of the first run that has them.
 
     Raises:
-        UserError: the scale is wrong.
+        UserError: there are none.
     """
-    load_scale(scale)
-    readable: dict[str, list[RunConfig]] = {}
-    broken: dict[str, UserError] = {}
-    for study in studies():
-        try:
-            readable[study] = runs(study, scale)
-            if load_study(study).needs is not None:
-                evaluation(study, scale)
-        except UserError as error:
-            broken[study] = error
-    return readable, broken
+    path = scale_path(scale)
+    default = validate(DataConfig, load_scale(scale).defaults.get("data", {}), f"{path}, data")
+    known = {default.path: default}
+    for run in (run for configs in all_runs(scale).values() for run in configs) if name not in known else ():
+        known.setdefault(run.data.path, run.data)
+    if name not in known:
+        raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted(known)))
+    return known[name]
 
 
 def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale: str) -> dict[str, list[int]]:
@@ -260,21 +262,12 @@ def find(study: str, scale: str, name: str) -> RunConfig:
 @main_guard
 def main(study: Annotated[str, typer.Option()], scale: Annotated[str, typer.Option()] = "ci") -> None:
     """Print the runs of a study."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}")
     for run in runs(study, scale):
         model, parallel = run.model, run.parallel
-        table.add_row(
-            run.name,
-            run.label,
-            f"{model.architecture} {model.layers}x{model.hidden}",
-            f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}",
-            str(run.train.iterations),
-            " ".join(f"{key}={value}" for key, value in run.compression.items()),
-        )
-    Console().print(table)
+        compression = " ".join(f"{key}={value}" for key, value in run.compression.items())
+        layout = f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}"
+        shape = f"{model.architecture} {model.layers}x{model.hidden}"
+        print(f"{run.name:24} {shape:14} {layout:12} {run.train.iterations:6} iterations  {compression}")
 
 
 if __name__ == "__main__":

@@ -270,20 +270,12 @@ def twins(models: Path) -> None:
     (models / "twin-s1" / "run.json").write_bytes((models / "none-s1" / "run.json").read_bytes())
 
 
-def shrink(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": VOCABULARY - 1}))
-
-
 BAD = {
-    "unknown task": (lambda at: None, ["--tasks", "edgc_lastwrod"], "unknown task 'edgc_lastwrod'"),
-    "zero documents": (lambda at: (at / "tasks/edgc_cloze.jsonl").write_text("\n"), [], "has zero documents"),
-    "no rows": (lambda at: (at / "tasks/edgc_cloze.jsonl").unlink(), [], "edgc_cloze has no rows"),
-    "no tasks": (lambda at: shutil.rmtree(at / "tasks"), [], "no folder of tasks"),
-    "no model": (lambda at: shutil.rmtree(at / "models/none-s1"), [], "no exported model"),
-    "torn export": (lambda at: (at / "models/none-s1/model.safetensors").unlink(), [], "has no model.safetensors"),
-    "tokenizer": (lambda at: shrink(at / "models/none-s1/config.json"), [], "has 300 tokens, the model 299"),
-    "twins": (lambda at: twins(at / "models"), [], "two models are called none-s1"),
-    "batch": (lambda at: None, ["--batch-size", "0"], "--batch-size 0 is not valid"),
+    "zero documents": (lambda at: (at / "tasks/edgc_cloze.jsonl").write_text("\n"), "edgc_cloze has zero documents"),
+    "no tasks": (lambda at: shutil.rmtree(at / "tasks"), "no tasks"),
+    "no model": (lambda at: shutil.rmtree(at / "models/none-s1"), "no exported model"),
+    "torn export": (lambda at: (at / "models/none-s1/model.safetensors").unlink(), "has no model.safetensors"),
+    "twins": (lambda at: twins(at / "models"), "two models are called none-s1"),
 }
 
 
@@ -291,13 +283,13 @@ BAD = {
 def test_bad_input_is_one_line_and_overwrites_nothing(
     case: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil, options, message = BAD[case]
+    spoil, message = BAD[case]
     shutil.copytree(place.root, tmp_path / "copy")
     copy = Place(tmp_path / "copy")
     spoil(copy.root)
     before = {path: path.read_bytes() for path in copy.out.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit) as stop:
-        copy.evaluate(*options)
+        copy.evaluate()
     assert stop.value.code == 2
     [error] = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and message in error

@@ -19,7 +19,6 @@ from experiments.common.source import constant, training_code
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("edgc", "experiments", "paper_figures", "workflows")
-FILES = ("Snakefile", "environment.yml")
 LINKS = ("slurm", "profiles")
 
 # Stand-ins: module -> body. The matrix, the settings, the workflow and all rules are the real ones.
@@ -156,8 +155,7 @@ def copy_repository(path: Path) -> None:
     """All that a workflow needs, without results."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, path / name)
+    shutil.copy(ROOT / "Snakefile", path)
     for name in LINKS:
         (path / name).symlink_to((ROOT / name).readlink())
     (path / "results").mkdir()
