@@ -13,7 +13,7 @@ from experiments.spec import matrix
 
 NAMED_RULE = re.compile(r"^ *rule +([a-z_]+):", re.MULTILINE)
 FOLDERS = ("data", "figures", "benchmarks", "logs")
-FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")
+FILES = ("claims.csv", "report.html", "regression.csv")
 
 
 def targets() -> list[str]:

@@ -21,7 +21,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.checks import plain
 from edgc.compressors.base import compressible
-from edgc.control.controller import Plan
 from edgc.runtime.channel import all_reduce_bytes
 from edgc.runtime.groups import gather_objects
 from experiments.data.batches import MicroBatch, train_batches, validation_batches
@@ -42,7 +41,6 @@ from experiments.training.run_log import (
     rank_step,
     summary,
 )
-from experiments.training.signatures import Observation, SignatureWatch
 
 DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
 DIVERGED_STEPS = 10
@@ -54,8 +52,8 @@ class Trainer:
 
     Args:
         session, data_dir: this rank's part of the job, and the folder of prepared data.
-        attempt: folder for the run's files; rank 0 writes metrics and TensorBoard, stage leaders their probes.
-            Checkpoints lie beside it, so that they outlive an attempt.
+        attempt: folder for the run's files, which rank 0 writes. Checkpoints lie beside it, so that they outlive an
+            attempt.
     """
 
     def __init__(self, session: Session, data_dir: Path, vocab_size: int, attempt: Path) -> None:
@@ -67,7 +65,6 @@ class Trainer:
         self.forward_backward = get_forward_backward_func()
         self.losses: list[float] = []  # of the last steps
         self.checkpoints = Checkpoints(session, attempt.parent, load_info(data_dir).fingerprint)
-        self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -127,8 +124,7 @@ class Trainer:
             recorder.end_iteration(iteration, done.skipped)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
-        experts = session.expert_traffic.take() if session.expert_traffic is not None else None
-        return gather_step(rank_step(session.stage, self.replica, loss, norm, done, traffic, experts), session.device)
+        return gather_step(rank_step(session.stage, self.replica, loss, norm, done, traffic), session.device)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -145,8 +141,8 @@ class Trainer:
 
     # ------------------------------------------------------------------ the run
 
-    def train(self, *, only_warm_up: bool = False) -> dict[str, Any] | None:
-        """Run to the end (of warm-up, if so asked) or to divergence; returns the summary on rank 0, None elsewhere."""
+    def train(self) -> dict[str, Any] | None:
+        """Run to the end or to divergence; returns the summary on rank 0, None elsewhere."""
         run, started = self.run, time.perf_counter()
         tokens = run.train.global_batch * run.model.sequence_length
         status, engine = "ok", self.session.attachment.engine
@@ -160,7 +156,6 @@ class Trainer:
                 resumed_at = resumed.resumed_at
                 started -= resumed.seconds
                 validation = self._replay(resumed)
-                self.watch.load_state_dict(resumed.watch)
             batches = train_batches(run, self.data_dir, self.replica, self.replicas, first)
             for iteration in range(first + 1, run.train.iterations + 1):
                 start = time.perf_counter()
@@ -170,9 +165,8 @@ class Trainer:
                 self.losses = [*self.losses, step.loss][-DIVERGED_STEPS:]
                 self.session.attachment.add_loss(step.loss)
                 lr = self.session.optimizer.param_groups[0]["lr"]
-                self.log.step(iteration, step, lr, seconds, tokens)
+                self.log.step(iteration, step, lr, seconds)
                 self.log.decision(engine)
-                self._look_for_signatures(iteration, step, plan, dense)
                 if self._diverged():
                     status = "diverged"
                     break
@@ -181,12 +175,10 @@ class Trainer:
                     self.log.evaluation(iteration, step.loss, validation)
                 warm_up_ended = plan.in_warm_up and not engine.plan.in_warm_up
                 if due := self._checkpoints_due(iteration, warm_up_ended=warm_up_ended):
-                    elapsed, watch = time.perf_counter() - started, self.watch.state_dict()
-                    progress = Progress(iteration, elapsed, resumed_at, self.attempt / LOG, watch)
+                    elapsed = time.perf_counter() - started
+                    progress = Progress(iteration, elapsed, resumed_at, self.attempt / LOG)
                     for name in due:
                         self.checkpoints.save(progress, name)
-                if only_warm_up and warm_up_ended:
-                    break
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
@@ -207,29 +199,6 @@ class Trainer:
             **summary([event for event in events if event["event"] == "step"], tokens, dense, seconds_total),
         }
 
-    def _look_for_signatures(self, iteration: int, step: Step, plan: Plan, dense: int) -> None:
-        """Judge the iteration that ran under ``plan``; findings go to the log."""
-        attachment = self.session.attachment
-        if attachment.decision is not None and attachment.decision.timing:
-            self.watch.uncompressed = max(timing.seconds_uncompressed for timing in attachment.decision.timing)
-        observation = Observation(
-            iteration=iteration,
-            loss=step.loss,
-            # With one replica, or where the cost gate found no gain, nothing is compressed whatever the plan says.
-            ranks=plan.ranks if step.bytes < dense else (None,) * len(plan.ranks),
-            bytes=step.bytes,
-            bytes_dense=dense,
-            compress=step.seconds("compress"),
-            communicate=step.seconds("communicate"),
-            decompress=step.seconds("decompress"),
-            exposed=step.seconds("exposed"),
-            predicted=attachment.engine.controller.predicted(plan.ranks),
-            skipped=step.skipped,
-            disturbed=plan.probe_rank is not None or plan.gate,
-        )
-        for finding in self.watch.add(observation):
-            self.log.signature(finding)
-
     def _checkpoints_due(self, iteration: int, *, warm_up_ended: bool) -> list[str]:
         """The folders in which to save the state after ``iteration``."""
         # In this order: a run that is killed between the two goes on from before the end of warm-up, and saves both.
@@ -241,7 +210,8 @@ class Trainer:
         events = read_events(resumed.metrics)
         if resumed.branched_from is not None:
             events = branched_log(events, resumed.branched_from, self.session.attachment.engine.controller)
-        self.log.replay(events)
+        for event in events:
+            self.log.write(**event)
         self.losses = [number(event["loss"]) for event in events if event["event"] == "step"][-DIVERGED_STEPS:]
         return next((number(event["loss"]) for event in reversed(events) if event["event"] == "eval"), math.nan)
 
@@ -293,11 +263,9 @@ class Trainer:
                 table.to_parquet(self.attempt / recorder.file, index=False)
 
 
-def work(
-    run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, *, only_warm_up: bool = False
-) -> dict[str, Any] | None:
+def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:
     """The whole of one rank; returns the summary on rank 0, None elsewhere."""
-    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train(only_warm_up=only_warm_up)
+    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train()
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

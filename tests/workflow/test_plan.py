@@ -21,13 +21,22 @@ from workflows.targets import check_targets, targets
 # People type these.
 CONTRACT = {"entropy_trend", "rank_sweep", "window_ablation", "sampling_ablation", "methods", "gpt2_2p5b_v100"}
 CONTRACT |= {"gpt2_12p1b_h100", "zero_shot", "figures", "report", "ci_regression"}
-BY_NAME = {"moe", "optimus_cc", "policies_long", "tuning"}
+BY_NAME = {"policies_long"}
 BY_NAME |= {f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")}
 TARGETS = [
     name for name in targets() if name not in ("all", "everything", "texts", "policies_long")
 ]  # without runs at ci
 # Of models of other studies, simulated, not part of `all`, and figures of several studies, one of which has this name.
-ALONE = ("zero_shot", "gpt2_12p1b_h100", "moe", "methods", "policies_settings", "figures", "report", "ci_regression")
+ALONE = (
+    "zero_shot",
+    "gpt2_12p1b_h100",
+    "policies_late",
+    "methods",
+    "policies_settings",
+    "figures",
+    "report",
+    "ci_regression",
+)
 
 
 @pytest.fixture(scope="module")
