@@ -110,7 +110,7 @@ def refuse_other(
         saved, settings: :func:`checkpoint_settings` of the checkpoint and of the run that is to go on from it.
         free: settings, or whole sections, that may differ.
     """
-    old, new = dotted(_effective(saved)), dotted(_effective(settings))
+    old, new = dotted(saved), dotted(settings)
     keys = [key for key in {**old, **new} if not {key, key.partition(".")[0]}.intersection(free)]
     other = [key for key in keys if (key in old, old.get(key)) != (key in new, new.get(key))]
     if other:
@@ -119,13 +119,6 @@ def refuse_other(
         message = f"{key} = {new.get(key)!r}, but the run's checkpoint has {old.get(key)!r}{more}"
         fix = "restore the setting, or start anew with `python -m experiments.training.launch ... --fresh`"
         raise UserError(message, where=checkpoint / "run.yaml", fix=fix)
-
-
-def _effective(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``settings`` without those of compression that its method cannot use: earlier versions recorded them."""
-    if not isinstance(compression := settings.get("compression"), Mapping):
-        return settings
-    return {**settings, "compression": EDGCConfig.usable(compression)}
 
 
 def branched_log(events: Sequence[Mapping[str, Any]], trunk: str, controller: Controller) -> list[dict[str, Any]]:

@@ -180,11 +180,7 @@ class GradientProbe(Recorder):
         flat = flat[:: max(1, -(-flat.numel() // quota))].contiguous()
         self._pieces = []
         if len(leaders) > 1:
-            pieces = [flat.new_empty(size) for size in gather_objects(flat.numel(), group)]
-            pieces[leaders.index(dist.get_rank())] = flat
-            for piece, leader in zip(pieces, leaders, strict=True):
-                dist.broadcast(piece, leader, group=group)
-            flat = torch.cat(pieces)
+            flat = torch.cat([piece.to(flat.device) for piece in gather_objects(flat.cpu(), group)])
         if dist.get_rank() == leaders[0]:
             self.rows.append(self._describe(iteration, WHOLE_MODEL, flat))
 

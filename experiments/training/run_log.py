@@ -86,12 +86,6 @@ class Step:
     stages: list[dict[str, Any]]
     skipped: bool = False
 
-    @property
-    def pipeline_bytes(self) -> int | None:
-        """Bytes that one replica's stages sent backwards; None where that is not compressed."""
-        sizes = [stage["pipeline_bytes"] for stage in self.stages]
-        return None if None in sizes else sum(sizes)
-
 
 def gather_numbers(numbers: Iterable[float], device: torch.device) -> list[list[float]]:
     """The numbers of every rank, in rank order, on every rank."""
@@ -235,7 +229,6 @@ class RunLog:
             grad_norm_clipped=min(norm, clip) if clip > 0 else norm,
             bytes=step.bytes,
             skipped=step.skipped,
-            pipeline_bytes=step.pipeline_bytes,
             seconds=seconds,
             stages=step.stages,
         )

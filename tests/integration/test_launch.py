@@ -76,7 +76,7 @@ def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_rep
     for step in read_events(folder / "metrics.jsonl", "step"):
         first, last = step["stages"]
         assert not step["skipped"] and first["seconds_exposed"] > 0 and last["seconds_exposed"] > 0
-        assert step["pipeline_bytes"] == last["pipeline_bytes"] == micro_batches * 4 * 2 * (tokens + hidden)
+        assert last["pipeline_bytes"] == micro_batches * 4 * 2 * (tokens + hidden)
         assert last["pipeline_bytes_dense"] == micro_batches * 4 * tokens * hidden
         assert first["pipeline_bytes"] == 0 and first["pipeline_relative_error"] is None
         assert 0 < last["pipeline_relative_error"] < 1

@@ -15,7 +15,6 @@ from experiments.evaluation.export import read_config
 from experiments.spec import matrix
 from experiments.spec.settings import lay, recorded, resolve
 from experiments.training.launch import read_run
-from experiments.training.lineage import checkpoint_settings, refuse_other
 from experiments.verdicts import archive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,16 +117,6 @@ def test_records_with_settings_of_other_methods_are_read(tmp_path: Path) -> None
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(record))
     with pytest.raises(UserError, match=r"compression\.r_max = 16 is not used"):
         read_run(tmp_path / "own.yaml")
-
-
-def test_a_run_goes_on_from_a_checkpoint_whose_other_settings_had_no_effect(tmp_path: Path) -> None:
-    record = old_record()
-    now = checkpoint_settings(recorded(record, "run.yaml"), "abc")
-    saved = {**record, "data": {**record["data"], "fingerprint": "abc"}}
-    refuse_other(saved, now, tmp_path)
-    for changed in ({"window": 10}, {"record_full_entropy": True}, {"method": "bf16"}):
-        with pytest.raises(UserError, match=r"^compression\."):
-            refuse_other({**saved, "compression": {**saved["compression"], **changed}}, now, tmp_path)
 
 
 def test_the_committed_records_are_read(tmp_path: Path) -> None:
