@@ -192,13 +192,16 @@ class RunLog:
 
     Args:
         run, folder: settings of the run, and where the file goes.
-        speaks: False on all ranks but one; every method is then without effect.
+        speaks: False on all ranks but one, which write and print nothing.
+
+    Attributes:
+        losses: of all steps, in nats per token; nan where a loss was not finite.
     """
 
     def __init__(self, run: RunConfig, folder: Path, *, speaks: bool) -> None:
         self.run, self.speaks = run, speaks
         self.window = run.edgc.window * -(-SHORTEST_WINDOW // run.edgc.window)
-        self.losses: list[float] = []  # of all steps
+        self.losses: list[float] = []
         if speaks:
             self._file = (folder / LOG).open("a", encoding="utf-8", buffering=1)
 
@@ -211,11 +214,10 @@ class RunLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event, as one whole line."""
-        if not self.speaks:
-            return
-        self._file.write(json.dumps({"event": event, **plain(fields)}) + "\n")
         if event == "step":
             self.losses.append(number(fields["loss"]))
+        if self.speaks:
+            self._file.write(json.dumps({"event": event, **plain(fields)}) + "\n")
 
     def step(self, iteration: int, step: Step, lr: float, seconds: float) -> None:
         """One iteration, which took ``seconds``."""

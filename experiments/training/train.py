@@ -20,7 +20,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.checks import plain
-from edgc.compressors.base import compressible
 from edgc.runtime.channel import all_reduce_bytes
 from edgc.runtime.groups import gather_objects
 from experiments.data.batches import MicroBatch, train_batches, validation_batches
@@ -63,7 +62,6 @@ class Trainer:
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
-        self.losses: list[float] = []  # of the last steps
         self.checkpoints = Checkpoints(session, attempt.parent, load_info(data_dir).fingerprint)
 
     # ------------------------------------------------------------------ forward and backward
@@ -162,7 +160,6 @@ class Trainer:
                 plan = engine.plan
                 step = self._train_step(iteration, batches)
                 seconds = time.perf_counter() - start
-                self.losses = [*self.losses, step.loss][-DIVERGED_STEPS:]
                 self.session.attachment.add_loss(step.loss)
                 lr = self.session.optimizer.param_groups[0]["lr"]
                 self.log.step(iteration, step, lr, seconds)
@@ -212,29 +209,18 @@ class Trainer:
             events = branched_log(events, resumed.branched_from, self.session.attachment.engine.controller)
         for event in events:
             self.log.write(**event)
-        self.losses = [number(event["loss"]) for event in events if event["event"] == "step"][-DIVERGED_STEPS:]
         return next((number(event["loss"]) for event in reversed(events) if event["event"] == "eval"), math.nan)
 
     def _start(self, *, anew: bool) -> int:
         """Log the start of a new run; returns the bytes that one replica, all stages, sends in an uncompressed step."""
         parameters = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
-        limit = self.run.edgc.min_compression_elements
-        copies = int(parallel_state.get_expert_data_parallel_world_size())  # of an expert
-        params = params_compressible = dense = 0
+        copies, dense = int(parallel_state.get_expert_data_parallel_world_size()), 0  # of an expert
         for experts, replicas in ((False, self.replicas), (True, copies)):
-            # The number of elements, of those in compressible matrices, and bytes of gradients.
-            sizes = torch.zeros(3, dtype=torch.float64)
-            for p in parameters:
-                if is_expert(p) == experts:
-                    n = p.numel()
-                    sizes += torch.tensor([n, n * compressible(p.shape, limit), p.main_grad.nbytes])
-            sizes = sizes.to(self.session.device)
-            dist.all_reduce(sizes)
-            total, total_compressible, size = (int(value) // replicas for value in sizes.tolist())
-            params += total
-            params_compressible += total_compressible
+            size = sum(p.main_grad.nbytes for p in parameters if is_expert(p) == experts)
+            total = torch.tensor(size, dtype=torch.float64, device=self.session.device)
+            dist.all_reduce(total)
             # A replica holds the share of the experts that its rank has.
-            dense += all_reduce_bytes(size * replicas // self.replicas, replicas)
+            dense += all_reduce_bytes(int(total) // self.replicas, replicas)
         if anew:
             self.log.write(
                 "start",
@@ -243,15 +229,14 @@ class Trainer:
                 iterations=self.run.train.iterations,
                 world=dist.get_world_size(),
                 stages=self.run.parallel.pipeline,
-                params=params,
-                params_compressible=params_compressible,
                 bytes_dense=dense,
             )
         return dense
 
     def _diverged(self) -> bool:
         """Twenty skipped steps in a row, or ten far worse than guessing; the same answer on every rank."""
-        far = len(self.losses) == DIVERGED_STEPS and min(self.losses) > DIVERGED_LOSS * math.log(self.vocab_size)
+        last = self.log.losses[-DIVERGED_STEPS:]
+        far = len(last) == DIVERGED_STEPS and min(last) > DIVERGED_LOSS * math.log(self.vocab_size)
         return far or self.session.attachment.skipped_in_a_row >= SKIPPED_STEPS
 
     def _write_records(self) -> None:

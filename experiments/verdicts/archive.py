@@ -48,9 +48,7 @@ TIMED = ("methods", "policies", "rank_sweep", "sampling_ablation")
 # experiments/analyse). What is not here is kept for all.
 READERS: Mapping[str, tuple[str, ...]] = {
     "signature": (),  # names are in the summary
-    "perplexity": (),  # exp(loss)
     "lr": (),
-    "tokens_per_second": (),
     "grad_norm": ("entropy_trend",),
     "grad_norm_clipped": ("entropy_trend",),
     "worker_error": ("rank_sweep",),
