@@ -85,15 +85,6 @@ restore: venv ## put the runs of STUDY that are kept back into results, where th
 	@$(PIPELINE) texts
 	@$(PY) -m experiments.verdicts.archive --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
-# Not part of `reproduce`: 12 runs; 21 runs.
-.PHONY: optimus-cc
-optimus-cc: ## compare Optimus-CC and its parts and write that to results/reference/SCALE
-	@$(MAKE) keep STUDY=optimus_cc
-
-.PHONY: moe
-moe: ## train a small mixture of experts, compressed or not, and write that to results/reference/SCALE
-	@$(MAKE) keep STUDY=moe
-
 .PHONY: replay
 replay: venv ## compute what is in results/reference/SCALE again from its runs and compare (ARGS=--write: redraw)
 	@$(PY) -m experiments.verdicts.replay --scale $(SCALE) $(ARGS)

@@ -122,7 +122,7 @@ def contents(kept: Kept) -> dict[str, Any]:
         "digits": curves.DIGITS,
         "made": kept.made,
         "machines": machines(kept),
-        "others": [kept.link(path) for name in ("claims.csv", "runs.csv") if (path := kept.root / name).is_file()],
+        "others": [kept.link(path) for path in [kept.root / "claims.csv"] if path.is_file()],
     }
 
 

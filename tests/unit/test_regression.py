@@ -39,7 +39,7 @@ def compare(results: Path, studies: Sequence[str] = COMPARED) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regression, "load_tolerances", lambda: checks)
         try:
-            regression.main("ci", results, every=False)
+            regression.main("ci", results)
         except SystemExit as stop:
             return int(stop.code or 0)
     return 0

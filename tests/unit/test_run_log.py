@@ -34,9 +34,8 @@ def test_summary_of_a_log_whose_skipped_steps_have_no_loss(tmp_path: Path) -> No
     run = matrix.runs("methods", "ci")[0]
     with RunLog(run, tmp_path, speaks=True) as log:
         for index, step in enumerate(steps):
-            log.step(index + 1, step, lr=1e-3, seconds=0.5 + index, tokens=64)
+            log.step(index + 1, step, lr=1e-3, seconds=0.5 + index)
     events = read_events(tmp_path / "metrics.jsonl")
-    assert [event["tokens_per_second"] for event in events] == [128.0, 42.6667, 25.6, 18.2857, 14.2222]
     found = run_log.summary(events, 64, 200, 9.0)
     assert found["train_loss"] == (3.0 + 2.0 + 2.5 - 1.0) / 4  # the mean of those that are numbers
     assert (found["skipped_steps"], found["bytes_total"], found["bytes_ratio"]) == (2, 510, 0.51)
@@ -47,10 +46,20 @@ def test_summary_of_a_log_whose_skipped_steps_have_no_loss(tmp_path: Path) -> No
 
 def test_times_of_a_step_have_six_digits_and_everything_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
     done = Iteration(1, 4, Statistics(compress=Stopwatch(0.012345678912)), entropy=-7.123456789012)
-    numbers = run_log.rank_step(0, 0, 4.123456789012, 1.0, done, None, None)
+    numbers = run_log.rank_step(0, 0, 4.123456789012, 1.0, done, None)
     monkeypatch.setattr(run_log, "gather_numbers", lambda values, device: [list(values)])
     step = run_log.gather_step(numbers, torch.device("cpu"))
     [stage] = step.stages
     assert stage["seconds_compress"] == 0.0123457
     assert stage["seconds_communicate"] == 0 and math.isnan(stage["seconds_exposed"])
     assert (step.loss, stage["entropy"]) == (4.123456789012, -7.123456789012)
+
+
+def test_a_loss_diverges_that_was_well_above_its_best_for_two_windows() -> None:
+    falling = [5.0 - 0.01 * index + 0.1 * (index % 2) for index in range(40)]
+    assert run_log.left_best(falling, 8) is None
+    one = falling + [math.nan] + [6.0] * 7  # skipped steps have no loss
+    assert run_log.left_best(one, 8) is None
+    loss, best = run_log.left_best([*one, *[6.5] * 8], 8) or (0, 0)
+    assert loss == 6.5 and best == pytest.approx(4.7, abs=0.05)
+    assert run_log.left_best([*one, *[4.9] * 8], 8) is None, "it came back"

@@ -206,4 +206,4 @@ def test_a_frozen_study_is_refused_with_the_commit_to_check_out_and_its_settings
     ):
         with pytest.raises(UserError, match=f"frozen at {commit}.*git checkout {commit}"):
             refused()
-    assert study not in matrix.studies() and any((matrix.ROOT / "results/reference/ci" / study).glob("*.csv"))
+    assert study not in matrix.studies() and any((matrix.ROOT / "results/reference").glob(f"*/{study}/*.csv"))

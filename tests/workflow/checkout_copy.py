@@ -66,7 +66,6 @@ PROGRAMS = {
     "experiments/pages/report.py": "write(scale(), 'report.html')",
     "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",
     "experiments/verdicts/regression.py": "write(scale(), 'regression.csv')",
-    "experiments/verdicts/run_code.py": "write(scale(), 'runs.csv')",
     "paper_figures/__main__.py": f"""
         write(option("--out"), sys.argv[1] + ".pdf", sys.argv[1] + ".svg")
         pathlib.Path(option("--out"), sys.argv[1] + ".png").write_bytes(bytes.fromhex("{PNG}"))

@@ -18,14 +18,23 @@ from experiments.spec.settings import RunConfig
 from tests.workflow.checkout_copy import ROOT, Checkout, planned
 from workflows.targets import check_targets
 
-BY_NAME = {"moe", "optimus_cc", "policies_long", "tuning"}
+BY_NAME = {"policies_long"}
 BY_NAME |= {f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")}
 JOINT = [name for name, studies in FIGURES.items() if len(set(studies)) > 1]
 # Without the study that has no runs at ci.
 TARGETS = [*dict.fromkeys([*matrix.studies(), *JOINT, "figures", "report", "ci_regression"])]
 TARGETS.remove("policies_long")
 # Of models of other studies, simulated, not part of `all`, and figures of several studies, one of which has this name.
-ALONE = ("zero_shot", "gpt2_12p1b_h100", "moe", "methods", "policies_settings", "figures", "report", "ci_regression")
+ALONE = (
+    "zero_shot",
+    "gpt2_12p1b_h100",
+    "policies_late",
+    "methods",
+    "policies_settings",
+    "figures",
+    "report",
+    "ci_regression",
+)
 
 
 SETTINGS = {"scal=ci": "scal", "scale=huge": "huge", "scale=../ci": "../ci", "results=a b": "a b"}

@@ -23,7 +23,7 @@ WORKFLOW = "workflows.program"
 
 
 # The smallest study that trains, one that `all` leaves out, and those that simulate: thirty plans of all take minutes.
-STUDIES = ("rank_sweep", "moe", "break_even", "gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
+STUDIES = ("rank_sweep", "policies_bert", "break_even", "gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
 
 
 # Over 20 s: a whole workflow of stand-ins is made, and each plan reads all studies and fingerprints all code.
@@ -92,7 +92,7 @@ def test_nothing_is_made_twice_nor_after_comments_and_times(finished: Checkout) 
         ),
         edited(experiments / "training" / "train.py", '"""', '"""Another docstring. '),
         edited(finished.path / "edgc" / "engine.py", "\nimport", "\n# A comment.\nimport"),
-        edited(experiments / "studies" / "moe.yaml", "title: Mix", "title: A mix"),  # not part of `all`
+        edited(experiments / "studies" / "policies_bert.yaml", "title: ", "title: The same, "),  # not part of `all`
     ):
         for path in (*experiments.glob("s*/*.yaml"), *finished.path.glob("paper_figures/*.py")):
             path.touch()
@@ -174,13 +174,13 @@ def missing(*paths: Path) -> Iterator[None]:
 
 def test_a_missing_file_is_made_again(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
-    names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/moves.csv", "figures/break_even.pdf", "runs.csv"
+    names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/moves.csv", "figures/break_even.pdf"
     with missing(*(folder / name for name in names)):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"rank_sweep_tables": 1, "gpt2_2p5b_v100_tables": 1, "runs": 1, "figure": 3}
+    assert plan == {"rank_sweep_tables": 1, "gpt2_2p5b_v100_tables": 1, "figure": 3}
     with missing(folder / "rank_sweep" / "r4-s1" / "metrics.jsonl"):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"train": 1, "rank_sweep_tables": 1, "runs": 1, "figure": 1}
+    assert plan == {"train": 1, "rank_sweep_tables": 1, "figure": 1}
 
 
 def reverse_times(folder: Path) -> None:

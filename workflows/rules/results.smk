@@ -94,26 +94,8 @@ rule regression:
         " --reference {params.reference} 2>&1 | tee {log}"
 
 
-# Which code made each run: with keep_runs=true, or restored, it may be other code than today's.
-rule runs:
-    input:
-        [path for study in MAIN for path in run_files(study)],
-    output:
-        "<results>/runs.csv",
-    log:
-        "<logs>/runs.log",
-    params:
-        scale=SCALE,
-        results=subpath(output[0], ancestor=2),
-        code=code("experiments.verdicts.run_code"),
-        training=TRAINING_CODE,
-    shell:
-        "python -m experiments.verdicts.run_code --scale {params.scale} --results {params.results} > {log} 2>&1"
-
-
 SHOWN = [
     rules.claims.output,
-    rules.runs.output,
     [study_results(study) for study in MAIN],
     figure_files(MAIN_FIGURES),
     MEASURED,
