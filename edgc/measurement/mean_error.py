@@ -190,7 +190,7 @@ class MeanError:
         self._start_window()
         if state is None:
             return
-        self.group, self._world = None, int(state.get("world", 1))
+        self.group, self._world = None, int(state["world"])
         self._sums = _tensor(state["sums"])
         for name, ((rows, columns), values, lost, count, sketch) in state["matrices"].items():
             self._matrices[name] = _Sums((rows, columns), list(values), lost, count, _tensor(sketch))

@@ -25,7 +25,7 @@ from typing import Any
 import pandas as pd
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import make_controller
+from edgc.control.adaptive import make_controller
 from edgc.control.policies.cqm import CQMConfig
 from edgc.control.settings import GivenConfig
 from edgc.measurement.report import Report

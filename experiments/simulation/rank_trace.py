@@ -24,7 +24,9 @@ import pandas as pd
 import typer
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Ranks, make_controller
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Controller
+from edgc.control.policies.base import Ranks
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
 from edgc.measurement.report import Report

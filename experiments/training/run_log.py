@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgc.checks import plain
-from edgc.control.controller import WINDOW_FACTS
+from edgc.control.adaptive import WINDOW_FACTS
 from edgc.engine import Engine, Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic
