@@ -188,22 +188,6 @@ def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed(policy: str)
         assert again.ranks[0] == run.plans[paused.iteration - 1].ranks[0] or controller is other
 
 
-@pytest.mark.parametrize("remeasure", [0.25, None])
-def test_stages_that_are_aligned_from_now_on_are_measured_anew(remeasure: float | None) -> None:
-    network = Network(dense=(0.7,) * 3)
-    settings_ = measured(policy="cqm", r_max=None, alignment="off", remeasure_above=remeasure)
-    trunk = make_controller(settings_, [SHAPES] * 3, 1000)
-    Run(trunk, lambda i: network).to(200)
-    state = json.loads(json.dumps(trunk.state_dict()))
-    assert state["phase"] == "active"
-    settings_ = measured(policy="cqm", r_max=None, remeasure_above=remeasure)
-    other = make_controller(settings_, [SHAPES] * 3, 1000)
-    other.load_state_dict(state, iteration=200, changed_settings=True)
-    run = Run(other, lambda i: network).to(400, start=201)
-    assert run.measurements and run.measurements[0] < 250
-    assert all(timing.backward_seconds is not None for timing in other._times.timing)
-
-
 @pytest.mark.parametrize("policy", ["cqm", "released", "spectral"])
 def test_ranks_follow_the_policy_and_the_new_times(policy: str) -> None:
     before, after = Network(), Network().slower(3.0)
