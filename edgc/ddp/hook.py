@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from edgc.buckets import Bucket, BucketWorker, Log
+from edgc.buckets import Bucket, BucketWorker
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
 from edgc.checks import need
 from edgc.compressors import Gradient
@@ -152,15 +152,6 @@ class Handle:
         """Number of steps given up so far because a gradient was not finite; methods without state do not look."""
         self._settle()
         return self._worker.skipped
-
-    @property
-    def log(self) -> Log | None:
-        """Function that gets :attr:`last` and :attr:`decision` after each iteration, in another thread."""
-        return self._worker.log
-
-    @log.setter
-    def log(self, log: Log | None) -> None:
-        self._worker.log = log
 
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides model and optimizer, to go on: save one per rank.

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from edgc.buckets import Log
 from edgc.checks import dotted, integer
 from edgc.compressors.base import compressible
 from edgc.config import CompressingConfig, EDGCConfig
@@ -37,7 +36,6 @@ def register(
     *,
     iterations: int,
     scaler: Scaler | Literal[False] | None = None,
-    log: Log | None = None,
 ) -> Handle:
     """Average the gradients of ``model`` as ``config`` says, from the next backward on.
 
@@ -53,7 +51,6 @@ def register(
             rank or on none. With one scaler for several optimizers, all of them must skip the same steps. False says
             that there is none, or one that is to be ignored; without it parameters in fp16 are refused, and a
             ``GradScaler`` that makes the first step is warned of.
-        log: called after each iteration, see :attr:`Handle.log`.
 
     Raises:
         UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
@@ -104,7 +101,7 @@ def register(
                 what = f"DistributedDataParallel takes no hook: {error}"
                 fix = "wrap the model anew, without a hook of your own"
                 raise UserError(what, where="edgc.ddp.register", fix=fix) from None
-        slot.handle, handle.log = handle, log
+        slot.handle = handle
         undo.pop_all()
     if scaler is None and isinstance(config, CompressingConfig):
         _watch_steps()

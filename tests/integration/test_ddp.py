@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
+from edgc.runtime.device import masked_path
 from edgc.runtime.groups import gather_objects
 from tests.integration.ddp_runs import EDGC, METHODS, TYPES, Case, Run, batch, copied, recorded
 from tests.workers import Cases, equal, refused, said, same
@@ -343,8 +344,12 @@ def refusals() -> None:
     assert handle is not None
     state, rank, inside = handle.state_dict(), dist.get_rank(), list[str]()
     refused(lambda: register(run.model), "registered already", "handle.remove()")
-    handle.log = lambda *_: inside.append(said(handle.state_dict))
-    run.train(1, 2)
+    with masked_path():  # where the caller's own thread reduces
+        other = Run(Case(unused=True))
+        asked = other.model.module.first.weight.register_hook(lambda _: inside.append(said(other.handle.state_dict)))
+        other.train(0, 1)
+    asked.remove()
+    other.close()
     assert "inside an iteration" in inside[0]
     refused(lambda: handle.load_state_dict({**state, "rank": (rank + 1) % 4}), f"this is rank {rank}")
     refused(lambda: handle.load_state_dict({**state, "world": 8}), f"rank {rank} of 8", "list of all 8")

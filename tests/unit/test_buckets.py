@@ -228,21 +228,6 @@ def test_an_error_reaches_every_future_and_ends_the_order(fail_at: str, monkeypa
     worker.stop()
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (UserError("full disk", fix="make room"), UserError, "full disk; make room"),
-        (SystemExit("enough"), RuntimeError, r"SystemExit: enough$"),
-    ],
-)
-def test_an_error_of_a_callback_leaves_nobody_waiting(error: BaseException, kind: Any, message: str) -> None:
-    worker = new_worker(FakeEngine())
-    worker.log = lambda last, decision: (_ for _ in ()).throw(error)
-    with pytest.raises(kind, match=message):
-        backward(worker, [["a"]])[0].future.wait()
-    worker.stop()
-
-
 @pytest.mark.parametrize("saved", [[["a"], ["b"]], [["a"], ["b"], ["x"]], [["b"], ["c"], ["a", "x"]]])
 def test_a_saved_state_of_other_parameters_is_refused(saved: list[list[str]]) -> None:
     engine = FakeEngine()

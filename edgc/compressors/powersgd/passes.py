@@ -110,7 +110,7 @@ class Group:
         to put what is missing of the mean in its place (:mod:`edgc.measurement.mean_error`), which is less.
         """
         mean = self.mean[i].double()
-        # The shorter side: a matrix with no more columns than the rank has them there.
+        # r x r either way; which one a square factor takes decides the last bits of kept runs.
         gram = mean.mT @ mean if mean.shape[1] == self.rank else mean @ mean.mT
         values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).tolist()
         rest = float(self.input_sq[i] - square_sums([self.own[i : i + 1]])[0][0])
@@ -152,7 +152,7 @@ class RowBlocks:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def load(self, xs: Sequence[Group], gradients: Members) -> None:
-        """M = G + E, the norms, and P = M Q~, summed over nobody yet, for the gradients of every x."""
+        """M = G + E, the norms, and this worker's part M Q~ of P, for the gradients of every x."""
         for x, g in zip(xs, gradients, strict=True):
             x.bind(g)
             gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
