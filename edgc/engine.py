@@ -20,7 +20,7 @@ from edgc.compressors.base import Steps
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.control.controller import Decision, Plan
-from edgc.monitor import Iteration, Monitor, Shape
+from edgc.monitor import Iteration, Matrix, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 from edgc.runtime.device import own_modes
 
@@ -39,7 +39,7 @@ class Engine:
     Args:
         config: validated settings, equal on all ranks.
         stage: pipeline stage of this rank.
-        shapes: shapes of the compressible matrices of every stage, stage 0 first, equal on all ranks.
+        stages: compressible matrices of every stage, stage 0 first, equal on all ranks; (rows, columns) is one of fp32.
         iterations: length of the run, which warm-up is a share of.
         exchange_group: group over which ranks exchange measurements; None is the world.
         observer: called with the local gradients before they are reduced, for studies.
@@ -47,9 +47,7 @@ class Engine:
         overlapped: whether reductions overlap with backward or with each other, so that the time they are waited for
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
-        gradient_bits: of an entry of the first stage's compressible gradients, on average; equal on all ranks.
         embeddings: names of this rank's parameters that are embeddings (:func:`edgc.entropy.meter.embeddings`).
-        embedding_shapes: of ``shapes`` of the first stage those of embeddings; equal on all ranks.
 
     Attributes:
         monitor: what is measured and decided.
@@ -66,19 +64,16 @@ class Engine:
         config: EDGCConfig,
         *,
         stage: int,
-        shapes: Sequence[Sequence[Shape]],
+        stages: Sequence[Sequence[Matrix | Shape]],
         iterations: int,
         exchange_group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
         deferred: bool = False,
         overlapped: bool = False,
         open_channel: Callable[..., Channel] = Channel,
-        gradient_bits: float = 32,
         embeddings: Collection[str] = (),
-        embedding_shapes: Sequence[Shape] = (),
     ) -> None:
-        self.config = config
-        self.stage, self.stages = stage, len(shapes)
+        self.config, self.stage = config, stage
         self.compressor = config.build()
         self.warm_up = config.build_warm_up()
         self.deferred = deferred
@@ -90,13 +85,11 @@ class Engine:
             # Through whatever reductions are sent at the time: studies exchange it.
             lambda *options: self.open_channel(*options),
             stage=stage,
-            shapes=shapes,
+            stages=[[Matrix(*matrix) for matrix in each] for each in stages],
             iterations=iterations,
             exchange_group=exchange_group,
             overlapped=overlapped,
-            gradient_bits=gradient_bits,
             embeddings=embeddings,
-            embedding_shapes=embedding_shapes,
         )
         self.controller, self.entropy = self.monitor.controller, self.monitor.entropy
         self.iteration = 1
@@ -107,7 +100,6 @@ class Engine:
     def _look_ahead(self) -> None:
         """Plan this iteration, and all that follow until something is due."""
         self.plan: Plan = self.controller.plan(self.iteration)
-        self.entropy.follow(self.plan.in_warm_up)
         if self.warm_up is not None and not self.plan.in_warm_up:
             assert isinstance(self.compressor, PowerSGD)
             self.compressor.adopt_errors(self.warm_up)
@@ -186,7 +178,7 @@ class Engine:
         """Reduction in an iteration in which something is due, with what is measured before and after."""
         # The result of an unused matrix is compared with what is kept of it while both are there.
         self._unused |= any(gradient.unused for gradient in local)
-        self._look_at(local, "local")
+        self._look_at(local)
         benchmark, plan = self.monitor.benchmark, self.plan
         if plan.probe_rank is not None and local and compress:
             # Added after the yields, between which other buckets add theirs; so below.
@@ -199,13 +191,12 @@ class Engine:
         yield from compressor.exchange(gradients, channel, rank, self._statistics)
         if self._due:
             self.monitor.reduced(gradients, channel, compressor if rank is not None else None)
-        self._look_at(local, "reduced")
 
-    def _look_at(self, gradients: Gradients, source: str) -> None:
-        if source == "local" and self.observer is not None:
-            self.observer(self.iteration, gradients)
-        if self._due and source == self.config.entropy.source:
-            self.entropy.add(self.iteration, gradients)
+    def _look_at(self, local: Gradients) -> None:
+        if self.observer is not None:
+            self.observer(self.iteration, local)
+        if self._due:
+            self.entropy.add(self.iteration, local)
 
     @own_modes()
     def reduce_across_stages(self, gradients: Gradients, group: dist.ProcessGroup) -> None:
@@ -213,11 +204,10 @@ class Engine:
 
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
-        self._look_at(gradients, "local")
+        self._look_at(gradients)
         bytes_sent = self.compressor.reduce(gradients, self.open_channel(group), None).bytes
         self._statistics.bytes += bytes_sent
         self._statistics.dense_bytes += bytes_sent
-        self._look_at(gradients, "reduced")
 
     def add_loss(self, loss: float) -> None:
         """Take in the training loss of the iteration that has ended, on at least one rank; for policy ``loss``.

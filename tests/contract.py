@@ -75,7 +75,7 @@ SETTINGS = (
 )
 
 
-SWITCHES = {"error_feedback": False, "warm_start": False, "one_sided": True, "error_dtype": "bf16"}
+SWITCHES = {"error_feedback": False, "error_dtype": "bf16"}
 
 
 @cache
@@ -89,10 +89,7 @@ def variants() -> Mapping[str, EDGCConfig]:
             if name != "edgc" and known.get(key, value) != value:
                 settings[f"{name}, {key} {value}"] = {**settings[name], key: value}
     more: tuple[dict[str, Any], ...] = (
-        {"one_sided": True, "warm_start": False},
-        {"one_sided": True, "factor_dtype": "int4"},
         {"factor_dtype": "int8", "error_dtype": "bf16"},
-        {"factor_dtype": "bf16", "one_sided": True},
         {"factor_dtype": "int8", "orthonormal_q": False},
     )
     for pair in more:
@@ -305,10 +302,9 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
     return results[0]
 
 
-def draws(state: dict[str, Any], name: str) -> dict[str, Any]:
+def draws(state: dict[str, Any]) -> dict[str, Any]:
     """How often something was drawn: where nobody looks, a step that is given up has had its draw."""
-    keys = ["counts", *["draws"] * (not getattr(config_of(name), "warm_start", True))]
-    return {key: state[key] for key in keys if key in state}
+    return {key: state[key] for key in ("counts",) if key in state}
 
 
 def given_up(team: Team, step: int) -> None:
@@ -333,7 +329,7 @@ def given_up(team: Team, step: int) -> None:
         return
     after = team.states
     if setting.masked and not setting.deferred:
-        before = [{**state, **draws(now, team.name)} for state, now in zip(before, after, strict=True)]
+        before = [{**state, **draws(now)} for state, now in zip(before, after, strict=True)]
     assert same(before, after), "it left traces"
 
 
@@ -359,7 +355,7 @@ def course_holds(name: str, setting: Setting, device: torch.device = CPU) -> Non
             given_up(team, step)
             for twin in twins:
                 for worker, state in zip(twin.workers, team.states, strict=True):
-                    if drawn := draws(state, name):
+                    if drawn := draws(state):
                         worker.load_state_dict({**worker.state_dict(), **drawn})
         if setting.deferred and step == 4:
             before = copy.deepcopy(team.states)

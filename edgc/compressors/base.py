@@ -11,8 +11,7 @@ is in the range of fp32; what fp32 rounds to zero is lost. Matrices of float64 a
 replica's gradient is not finite, the buffer is not finite on any replica, and a compressor that keeps state leaves its
 state as it was. With ``deferred`` on, no reduction changes the state before :meth:`Compressor.settle` says so, for the
 reductions of a whole step together.
-Where only a part of a mean is needed (:attr:`Gradient.needed`, :attr:`Channel.shards`), the rest of the buffer is
-undefined.
+Where only a part of an exact mean is needed (:attr:`Channel.shards`), the rest of the buffer is undefined.
 
 A reduction is a generator that yields whenever it needs the collectives it has started to be finished. One driver runs
 it straight through (:meth:`Compressor.reduce`); another keeps several buckets in flight (:mod:`edgc.ddp`). What a
@@ -47,14 +46,12 @@ _FEW = 4096  # entries that are converted to fp64 at a time
 class Gradient:
     """A named gradient of any shape; ``tensor`` is read and overwritten in place.
 
-    ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them.
     ``unused`` says that this rank's backward has not come by the parameter, so that the mean may be thrown away: what
     error feedback holds of it stays held, and this rank sends zeros. Ranks need not agree in it.
     """
 
     name: str
     tensor: Tensor
-    needed: tuple[int, int] | None = None
     unused: bool = False
 
 
@@ -157,12 +154,7 @@ class Compressor(ABC):
 
         Args:
             statistics: what this reduction has done is added to it when it ends.
-
-        Raises:
-            ValueError: if ``rank`` is below 1.
         """
-        if rank is not None and rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
         if not gradients:
             return
         device = gradients[0].tensor.device

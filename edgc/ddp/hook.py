@@ -14,7 +14,7 @@ What follows from how DDP works:
   where it is. What arrives in ``.grad`` and the mean of what is kept are what was computed.
 * If any rank's gradient is not finite, the bucket is not finite on any rank, so every rank's ``GradScaler`` (or own
   check) skips the same step. Error feedback, warm starts and the controller's means of all buckets are then as if the
-  step had never been, at the price of a second error feedback (``whole_steps``).
+  step had never been, at the price of a second error feedback.
 * A ``GradScaler`` has to be given to :func:`register`: error feedback is kept in the unit of the gradients, and
   entropies are those of the gradients without the scale. With scales that are powers of two, as torch's are, ranks,
   bytes and decisions are those of a run without one, bit for bit.
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from edgc.buckets import Bucket, BucketWorker, Log
+from edgc.buckets import Bucket, BucketWorker
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
 from edgc.checks import need
 from edgc.compressors import Gradient
@@ -73,9 +73,6 @@ class Slot:
         return Slot, ()
 
 
-Unregistered = Slot  # name in models that were pickled whole by earlier versions
-
-
 def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DDP's, as the handle in ``slot`` does it."""
     return allreduce_hook(slot.group, bucket) if slot.handle is None else slot.handle._reduce(bucket)
@@ -88,11 +85,10 @@ class Handle:
 
     Attributes:
         engine: reduces the gradients; not to be called from outside.
-        group: process group of the reductions.
+        group: process group of the reductions, made for this handle, which ends it.
 
     Args:
         slot: of the model.
-        ends_group: whether ``group`` was made for this handle, which then ends it.
         find_unused: whether backward may leave out parameters, whose ``.grad`` is then left as it was.
     """
 
@@ -106,10 +102,9 @@ class Handle:
         slot: Slot,
         scaler: Scaler | None = None,
         *,
-        ends_group: bool = False,
         find_unused: bool = False,
     ) -> None:
-        self.engine, self.group, self._ends_group = engine, group, ends_group
+        self.engine, self.group, self._ended = engine, group, False
         self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._names, self._scaler = names, scaler
         self._slot, self._model_group = weakref.ref(slot), slot.group
@@ -154,21 +149,9 @@ class Handle:
 
     @property
     def skipped(self) -> int:
-        """Number of steps that were given up so far because a gradient was not finite; stateless methods do not look.
-
-        Without ``whole_steps`` it counts reductions.
-        """
+        """Number of steps given up so far because a gradient was not finite; methods without state do not look."""
         self._settle()
-        return int(self._worker.skipped)
-
-    @property
-    def log(self) -> Log | None:
-        """Function that gets :attr:`last` and :attr:`decision` after each iteration, in another thread."""
-        return self._worker.log
-
-    @log.setter
-    def log(self, log: Log | None) -> None:
-        self._worker.log = log
+        return self._worker.skipped
 
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides model and optimizer, to go on: save one per rank.
@@ -208,9 +191,9 @@ class Handle:
         """
         self._refuse_inside_iteration()
         state = state_for(state, world=self._world, rank=self._rank)
-        need(state, ("layout", "skipped"), "state")
+        need(state, ("layout", "memory", "skipped"), "state")
         refuse_other_parameters(state, {name: matrix_shape(p) for p, name in self._names.items()})
-        saved, here = state.get("memory", self._memory), self._memory
+        saved, here = state["memory"], self._memory
         for name in saved.keys() | here.keys():
             if saved.get(name) != here.get(name):
                 orders = [f"order {order}" if order else "usual order" for order in (saved.get(name), here.get(name))]
@@ -240,16 +223,6 @@ class Handle:
                 orders[name] = order
         return orders
 
-    def refuse_sparse(self, module: torch.nn.Module) -> None:
-        """Refuse sparse gradients of ``module``'s matrices when they come, before DDP meets them, where only then they
-        are known to be sparse: in modules that are not torch's own."""
-        for owner in module.modules():
-            if not type(owner).__module__.startswith("torch.nn."):
-                for parameter in owner.parameters(recurse=False):
-                    if parameter.dim() == 2 and parameter.requires_grad and parameter in self._names:
-                        refuse = partial(_refuse_sparse, self._names[parameter])
-                        self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))
-
     def remove(self) -> None:
         """End EDGC: from now on DDP averages plainly. What error feedback still holds is dropped.
 
@@ -266,8 +239,8 @@ class Handle:
         slot = self._slot()
         if slot is not None and slot.handle is self:
             slot.handle = None
-        if self._ends_group:
-            self._ends_group = False
+        if not self._ended:
+            self._ended = True
             try:
                 all_here(self._model_group, PATIENCE if self._worker.error is not None else None)
             except RuntimeError as error:
@@ -353,11 +326,6 @@ class Handle:
 
 def _note(used: set[str], name: str, _: Tensor) -> None:
     used.add(name)
-
-
-def _refuse_sparse(name: str, parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        raise UserError(f"parameter {name} has a sparse gradient", where="edgc.ddp", fix="look it up with sparse=False")
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, ...]:

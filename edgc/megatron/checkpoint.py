@@ -21,8 +21,8 @@ With a training loop of one's own::
 All functions are collective: every rank of the world calls them, between two iterations, and folders are on a file
 system that all ranks share, as for Megatron. A run goes on from its checkpoint bit for bit as if it had never stopped.
 
-Checksums find damage, no forgery: they lie beside what they are of. What lies in the pickles of a checkpoint is
-therefore looked at before anybody reads them (:mod:`edgc.checkpoints.unpickling`).
+Checksums find damage, no forgery: they lie beside what they are of. EDGC's own files are read as tensors and plain
+values alone; torch and Megatron read ``.metadata`` and the objects in ``*.distcp`` in a way that can run code.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from typing import Any
 from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
 
-from edgc.checkpoints import manifest, rank_files, unpickling
+from edgc.checkpoints import manifest, rank_files
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.checkpoints.saved_state import LOCAL, State, merge
 from edgc.errors import UserError
-from edgc.megatron.attachment import Attachment
+from edgc.megatron.attachment import Attachment, place
 from edgc.runtime.groups import gather_objects
 
 __all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "readable", "save"]
@@ -57,10 +57,7 @@ _HIDDEN = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 
 
 def layout() -> dict[str, int]:
-    """Sizes of this job's parallel groups; ``data`` is the number of replicas whose gradients are averaged.
-
-    With context parallelism its ranks count as replicas, for their gradients are averaged in the same reduction.
-    """
+    """Sizes of this job's parallel groups; ``data`` is the number of replicas whose gradients are averaged."""
     return {
         "world": rank_files.world()[1],
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -69,17 +66,6 @@ def layout() -> dict[str, int]:
         "data": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
-
-
-def place() -> dict[str, int]:
-    """Coordinates of this rank in :func:`layout`."""
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_rank(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
-        "data": parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        "expert": parallel_state.get_expert_model_parallel_rank(),
-        "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
     }
 
 
@@ -261,13 +247,13 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
 
 
 def check(folder: str | Path) -> None:
-    """Compare every file of a checkpoint with its manifest, shared among the ranks, and look into its pickles.
+    """Compare every file of a checkpoint with its manifest, shared among the ranks.
 
     Of a checkpoint that :func:`publish` did not make, only EDGC's part can be compared; Megatron-LM's tracker file has
     to have named it or a later one.
 
     Raises:
-        DamagedCheckpoint: on every rank, for a file that is missing, not what was written, or would run code.
+        DamagedCheckpoint: on every rank, for a file that is missing or not what was written.
     """
     folder = Path(folder)
     content, part = rank_files.together(lambda: read(folder)), FOLDER
@@ -289,7 +275,6 @@ def check(folder: str | Path) -> None:
     else:
         rank_files.on_first_rank(check_tracker)
     rank_files.together(check_files)
-    rank_files.on_first_rank(lambda: unpickling.check(folder))
 
 
 @contextlib.contextmanager

@@ -43,7 +43,6 @@ OURS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "bf16": {"method": "bf16"},
     **{f"powersgd {dtype}": {"method": "powersgd", "factor_dtype": dtype} for dtype in FACTORS},
-    "powersgd int8 one-sided": {"method": "powersgd", "factor_dtype": "int8", "one_sided": True},
     # What the mean lacks is measured at one step of ten, as entropy is (edgc.measurement.mean_error); here at each.
     "powersgd fp32 measured": {"method": "powersgd", "entropy": {"iteration_rate": 1.0}},
     "powersgd errors in bf16": {"method": "powersgd", "error_dtype": "bf16"},

@@ -23,7 +23,9 @@ import numpy as np
 import pandas as pd
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Ranks, make_controller
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Controller
+from edgc.control.policies.base import Ranks
 from edgc.control.settings import PolicyConfig
 from edgc.measurement.report import Report
 from experiments.simulation.cost import KIND, Cost, Model, StageCost, forward_seconds, reduction, step

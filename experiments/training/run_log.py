@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from edgc.checks import plain
-from edgc.control.controller import WINDOW_FACTS
+from edgc.control.adaptive import WINDOW_FACTS
 from edgc.engine import Engine, Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
@@ -21,7 +20,7 @@ from edgc import EDGCConfig
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.integration.ddp_runs import METHODS, SMALL
-from tests.workers import Cases, refused, said, same
+from tests.workers import Cases, said, same
 
 pytestmark = pytest.mark.slow
 case = Cases(2, __name__)
@@ -29,7 +28,6 @@ case = Cases(2, __name__)
 KEEPING: dict[str, dict[str, Any]] = {
     **{name: METHODS[name] for name in ("powersgd", "int8 factors", "topk", "randomk", "sign")},
     "quantize": {"method": "quantize", "bits": 4, **SMALL},
-    "one-sided": {"method": "powersgd", "rank": 2, "one_sided": True, **SMALL},
     "edgc after int4": EDGCConfig.usable({**METHODS["edgc"], "policy": "fixed", "rank": 2, "warmup_bits": 4}),
 }
 
@@ -45,10 +43,10 @@ def mean(tensor: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def registered(module: nn.Module, settings: dict[str, Any], whole_steps: bool = True, **options: Any) -> Any:
+def registered(module: nn.Module, settings: dict[str, Any], **options: Any) -> Any:
     """A model under DDP and its handle."""
     model, config = DistributedDataParallel(module, **options), EDGCConfig.from_dict(settings)
-    return model, edgc.ddp.register(model, config, iterations=60, whole_steps=whole_steps)
+    return model, edgc.ddp.register(model, config, iterations=60)
 
 
 class Given(nn.Module):
@@ -66,12 +64,12 @@ class Given(nn.Module):
 # ------------------------------------------------------------------ parameters that backward does not come by
 
 
-def lost_of_unused(settings: dict[str, Any], view: bool, whole: bool) -> tuple[float, float]:
+def lost_of_unused(settings: dict[str, Any], view: bool) -> tuple[float, float]:
     """How much of the gradients that were computed has neither arrived nor is kept, relative to them, and how much is
     kept, of a parameter that is used now and then."""
     module = Given(torch.zeros(24, 32), torch.zeros(32, 24).t())
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
-    model, handle = registered(module, settings, whole, **options)
+    model, handle = registered(module, settings, **options)
     parameter = module.each[0]
     arrived, given = torch.zeros(2, 24, 32, dtype=torch.float64)
 
@@ -127,7 +125,7 @@ def unused() -> None:
             with masked_path(on), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 view = (i + on) % 3 == 2
-                results[f"{name}, masked {on}, view {view}"] = lost_of_unused(settings, view, (i + on) % 4 != 3)
+                results[f"{name}, masked {on}, view {view}"] = lost_of_unused(settings, view)
     if dist.get_rank() == 0:
         assert all(lost < 1e-5 and kept > 0 for lost, kept in results.values()), results
 
@@ -166,7 +164,7 @@ def gradients(module: Given, step: int) -> list[Tensor]:
 @case
 def modes() -> None:
     """A run whose every backward, and what is asked for after it, is in another mode is one without any."""
-    chosen = ("powersgd", "powersgd bf16", "powersgd int8", "powersgd one-sided", "topk_dgc", "stochastic4")
+    chosen = ("powersgd", "powersgd bf16", "powersgd int8", "topk_dgc", "stochastic4")
     methods = {**examples.EACH, **{name: examples.settings_of(name) for name in chosen}, "edgc": METHODS["edgc"]}
     for number, (name, settings) in enumerate(methods.items()):
         # Both paths for what the list names, which differ most between them.
@@ -201,7 +199,7 @@ def run_in_modes(settings: dict[str, Any], modes: list[str], plain: bool) -> lis
 @case
 def products() -> None:
     """Nothing is lost on the path of a CPU where products may be rounded to bf16."""
-    for name in ("powersgd", "powersgd int8", "powersgd one-sided"):
+    for name in ("powersgd", "powersgd int8"):
         module = several_types()
         model, handle = registered(module, {**examples.settings_of(name), **SMALL})
         arrived, given = torch.zeros(2, 40, 24, dtype=torch.float64)
@@ -258,22 +256,6 @@ def memory_formats() -> None:
             answer = said(partial(other.load_state_dict, state))
             assert (answer == "nothing") == (here == saved) and all(name in answer for name in names), answer
             other.remove()
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.ones(32, 16))
-
-    def forward(self, places: Tensor) -> Tensor:
-        return functional.embedding(places, self.table, sparse=True)
-
-
-@case
-def sparse() -> None:
-    model, handle = registered(Table(), {})
-    refused(lambda: model(torch.arange(4)).sum().backward(), "parameter table", "sparse=False")
-    handle.remove()
 
 
 @case

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import Ranks, make_controller
+from edgc.control.adaptive import make_controller
+from edgc.control.policies.base import Ranks
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
 from experiments.simulation import rank_trace

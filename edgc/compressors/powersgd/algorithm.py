@@ -14,9 +14,6 @@ so that mean_w(M^ + E_w) = mean_w(M_w) at every step. The error uses the worker'
 differences between workers would pile up in the errors and never drain. Where factors are sent in fewer bits, Q_w
 stands for what of it got across (:class:`Wire`), so E_w keeps the rest.
 
-One-sided, a step sends only one factor and the other is the orthonormalised one of the step before: Q^ known and
-P_w = M_w Q^ sent, E_w = M_w - P_w Q^^T; then P^ known and Q_w = M_w^T P^ sent; and so on in turn.
-
 The statistics ||E_w||^2 = ||M_w||^2 - ||Q_w||^2 and the singular values of M^, which are those of Q, cost no pass over
 a matrix.
 
@@ -40,15 +37,14 @@ from torch import Tensor
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps, compressible, finite, square_sums
 from edgc.compressors.dense import Dense
 from edgc.compressors.powersgd import QUANTISED_BITS, LowRankConfig, saves_bytes
-from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Factors, Group, Members, RowBlocks, Spectrum
+from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Group, Members, RowBlocks, Spectrum
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.quantization import Blocks, QuantisedMean
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
 Tensors = Sequence[Tensor]
-# The first message was finite; messages to look at.
-Arrived = Generator[None, None, tuple[Tensor, Tensors]]
+Arrived = Generator[None, None, Tensor]
 
 
 class PowerSGD(KeepsErrors):
@@ -63,7 +59,7 @@ class PowerSGD(KeepsErrors):
 
     def __init__(self, config: LowRankConfig) -> None:
         self.config = config
-        self.one_sided, self.error_feedback = config.one_sided, config.error_feedback
+        self.error_feedback = config.error_feedback
         self._state = State(config)
         self.errors = self._state.errors
         self.held = {}
@@ -73,13 +69,13 @@ class PowerSGD(KeepsErrors):
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """Q by name, n x r (one-sided: or P, m x r), with a norm of about one."""
+        """Q by name, n x r, with a norm of about one."""
         return self._state.factors
 
     def waits(self, rank: int | None) -> int:
         if rank is None:
             return 1
-        return (1 if self.one_sided else 2) * (2 if self.config.factor_dtype in QUANTISED_BITS else 1)
+        return 4 if self.config.factor_dtype in QUANTISED_BITS else 2
 
     def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         work = self._workspace(gradients, rank)
@@ -93,9 +89,8 @@ class PowerSGD(KeepsErrors):
         dense = [gradient.tensor for gradient in plain]
         if work.groups:
             members = [[gradients[i] for i in places] for places in work.factored]
-            reduce = self._one_sided if self.one_sided else self._two_sided
-            arrived = yield from reduce(work, members, dense, channel)
-            ok = self._finish(work, members, *arrived, statistics)
+            arrived = yield from self._average_factors(work, members, dense, channel)
+            ok = self._finish(work, members, arrived, statistics)
         else:
             work.dense.start(dense, channel)
             yield
@@ -115,25 +110,26 @@ class PowerSGD(KeepsErrors):
         if drained:
             self._forget(drained, ok)
 
-    def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
+    def _average_factors(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
+        """Send both factors; returns if the first message was finite, without which there is no second."""
         passes = work.passes
         for at in work.together:
             groups, gradients = work.groups[at], members[at]
             apart = [group for group in groups if group.start is not group.right]
             if apart:
                 # Quantised, the columns of P are to be of one scale.
-                passes.orthonormalise([g.factor(RIGHT).mT for g in apart], [g.start.mT for g in apart])
-            passes.load(groups, gradients, [group.start for group in groups], [group.summed for group in groups])
+                passes.orthonormalise([g.right.mT for g in apart], [g.start.mT for g in apart])
+            passes.load(groups, gradients)
             self._hold(gradients, [group.summed for group in groups])
         ok = finite((yield from self._first_message(work, work.first, dense, channel)), work.device)
         if passes.decides and not ok:
-            return ok, ()
+            return ok
         # Backwards: what was loaded last is still in the cache.
         for at in reversed(work.together):
             groups = work.groups[at]
             passes.orthonormalise([group.summed for group in groups], [group.basis for group in groups])
             for group in groups:
-                passes.right_factor(group, group.basis, group.own)
+                passes.right_factor(group)
             self._hold(members[at], [group.own for group in groups])
         work.second.copy_(work.own)
         if work.wire is None:
@@ -141,27 +137,7 @@ class PowerSGD(KeepsErrors):
             yield
         else:
             yield from work.wire.mean(work.second, channel)
-        return ok, [work.second]
-
-    def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
-        passes = work.passes
-        message, own = work.lay_out_one_sided()
-        for at in work.together:
-            groups, gradients = work.groups[at], members[at]
-            known = [(group.factor(group.side), group.basis, group.side == RIGHT) for group in groups]
-            passes.orthonormalise(
-                [factor.mT if is_right else factor for factor, _, is_right in known],
-                [basis.mT if is_right else basis for _, basis, is_right in known],
-            )
-            rights = [basis if is_right else None for _, basis, is_right in known]
-            passes.load(groups, gradients, rights, [group.own for group in groups])
-            for group, right in zip(groups, rights, strict=True):
-                if right is None:
-                    passes.right_factor(group, group.basis, group.own)
-            self._hold(gradients, [group.own for group in groups])
-        message.copy_(own)
-        messages = yield from self._first_message(work, message, dense, channel)
-        return finite((), work.device), messages
+        return ok
 
     def _first_message(
         self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
@@ -183,17 +159,17 @@ class PowerSGD(KeepsErrors):
                 if self._holds(gradient):
                     factor[i].mul_(0)
 
-    def _finish(
-        self, work: Workspace, members: Members, ok: Tensor, messages: Tensors, statistics: Statistics
-    ) -> Tensor:
-        """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
-        ok = ok & finite(messages, work.device)
+    def _finish(self, work: Workspace, members: Members, ok: Tensor, statistics: Statistics) -> Tensor:
+        """Write M^ and E, count, and keep the factor for the next step, if the second message is finite, too."""
         passes = work.passes
+        if passes.decides and not ok:
+            return ok
+        ok = ok & finite([work.second], work.device)
         if passes.decides and not ok:
             return ok
         if not passes.decides:
             # So the products are not finite on any worker, without anybody looking.
-            (work.first if self.one_sided else work.second).masked_fill_(~ok, math.nan)
+            work.second.masked_fill_(~ok, math.nan)
         own_sq = square_sums([group.own for group in work.groups])
         remaining_sq = [group.input_sq - sent_sq for group, sent_sq in zip(work.groups, own_sq, strict=True)]
         if work.wire is not None:
@@ -204,8 +180,7 @@ class PowerSGD(KeepsErrors):
                 group.own.sub_(rounding)
         for at in work.together:
             groups = work.groups[at]
-            owns, means = [self._pair(g, g.own) for g in groups], [self._pair(g, g.mean) for g in groups]
-            errors_sq = passes.store(groups, owns, means, [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
+            errors_sq = passes.store(groups, [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
             norms = [[g.gradient_sq for g in groups], [g.input_sq for g in groups], errors_sq]
             sums = torch.stack([torch.cat(list(sq)).sum() for sq in norms])
             statistics.add_norms(*(sums.tolist() if passes.decides else torch.where(ok, sums, 0.0).unbind()))
@@ -217,27 +192,16 @@ class PowerSGD(KeepsErrors):
             self._then(partial(self.held.update, held))
         return ok
 
-    def _pair(self, group: Group, factor: Tensor) -> Factors:
-        """Left and right factor of the product of the basis and ``factor``."""
-        known_is_right = self.one_sided and group.side == RIGHT
-        return (factor, group.basis) if known_is_right else (group.basis, factor)
-
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
         for group in work.groups:
             if group.spare is not None and group.error is not None:
                 group.error, group.spare = group.spare, group.error
                 self.errors.update(zip(group.names, group.error, strict=True))
-        factors = [group.factor(group.other if self.one_sided else RIGHT) for group in work.groups]
-        replaced = work.passes.keep([group.mean for group in work.groups], factors, ok)
-        if self.one_sided:
-            # The next step begins with the other factor only if there is one: after a gradient of zeros or one that is
-            # not finite there may be none yet.
-            for group, flags in zip(work.groups, replaced, strict=True):
-                group.turn(flags.all())
+        work.passes.keep([group.mean for group in work.groups], [group.right for group in work.groups], ok)
         if not work.registered:
             self._state.commit(work.groups)
-            work.registered = self.config.warm_start
+            work.registered = True
 
     def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
         key = (rank, *((g.name, g.tensor.shape, g.tensor.dtype, g.tensor.device) for g in gradients))
@@ -250,9 +214,6 @@ class PowerSGD(KeepsErrors):
             groups = self._state.groups(factored, rank or 1, batched=not passes.decides, deferred=self.deferred)
             work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
-        elif not self.config.warm_start:
-            for group in work.groups:
-                self._state.begin(group)
         return work
 
     def _factors(self, gradient: Tensor, rank: int) -> bool:
@@ -264,7 +225,6 @@ class PowerSGD(KeepsErrors):
     def _discard(self, names: set[str]) -> None:
         """A name has one workspace: those with any of these names are of buckets, ranks or errors that are gone."""
         gone = {id(self._workspaces[name]) for name in names & self._workspaces.keys()}
-        self._state.release([name for name, work in self._workspaces.items() if id(work) in gone])
         self._workspaces = {n: w for n, w in self._workspaces.items() if id(w) not in gone}
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:
@@ -318,8 +278,8 @@ class Workspace:
         dense: messages of the gradients that are not factored, :attr:`plain` their positions; :attr:`factored` those of
             every group.
         wire: what factors are sent through; None where they are sent as they are, in fp32.
-        first, second: flat messages of factors; only ``first`` if one-sided.
-        basis, own: flat buffers laid out like the messages.
+        first, second: flat messages of factors.
+        own: this worker's part of the second, laid out like it.
     """
 
     def __init__(
@@ -339,10 +299,7 @@ class Workspace:
         members = {i for group in self.factored for i in group}
         self.plain = [i for i in range(len(gradients)) if i not in members]
         device = self.device = gradients[0].tensor.device
-        lefts, rights = self._sizes([LEFT] * len(groups)), self._sizes([RIGHT] * len(groups))
-        # One-sided, every matrix may have either of its factors sent.
-        largest = [max(pair) for pair in zip(lefts, rights, strict=True)]
-        first, second = (sum(largest), 0) if config.one_sided else (sum(lefts), sum(rights))
+        first, second = (sum(self._sizes(side)) for side in (LEFT, RIGHT))
 
         def flat(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)
@@ -350,39 +307,28 @@ class Workspace:
         in_message = config.factor_dtype == "fp32"
         self.dense = Dense([gradients[i].tensor for i in self.plain], first if in_message else 0, device)
         self.first = self.dense.room if in_message and groups else flat(first)
-        self.second, self.basis, self.own = flat(second), flat(first), flat(first if config.one_sided else second)
+        self.second, self.own = flat(second), flat(second)
         bits = QUANTISED_BITS.get(config.factor_dtype)
         # Blocks of a quantiser run down the columns of a factor.
         self._by_columns = bits is not None
         self.wire = None if in_message else Wire(max(first, second), device, Blocks(bits) if bits else None)
-        if config.one_sided:
-            return
-        self._carve("summed", self.first, [LEFT] * len(groups))
-        self._carve("basis", self.basis, [LEFT] * len(groups))
-        self._carve("own", self.own, [RIGHT] * len(groups))
-        self._carve("mean", self.second, [RIGHT] * len(groups))
+        self._carve("summed", self.first, LEFT)
+        self._carve("basis", flat(first), LEFT)
+        self._carve("own", self.own, RIGHT)
+        self._carve("mean", self.second, RIGHT)
         if bits if config.orthonormal_q is None else config.orthonormal_q:
-            self._carve("start", flat(second), [RIGHT] * len(groups))
+            self._carve("start", flat(second), RIGHT)
         else:
             for group in groups:
-                group.start = group.factor(RIGHT)
+                group.start = group.right
 
-    def lay_out_one_sided(self) -> tuple[Tensor, Tensor]:
-        """Place bases, own factors and means for the sides that are next; returns the flat means and own factors."""
-        others = [group.other for group in self.groups]
-        self._carve("basis", self.basis, [group.side for group in self.groups])
-        self._carve("own", self.own, others)
-        self._carve("mean", self.first, others)
-        size = sum(self._sizes(others))
-        return self.first[:size], self.own[:size]
+    def _sizes(self, side: int) -> list[int]:
+        return [len(group.names) * group.rank * group.shape[side] for group in self.groups]
 
-    def _sizes(self, sides: Sequence[int]) -> list[int]:
-        return [len(g.names) * g.rank * g.shape[side] for g, side in zip(self.groups, sides, strict=True)]
-
-    def _carve(self, name: str, flat: Tensor, sides: Sequence[int]) -> None:
+    def _carve(self, name: str, flat: Tensor, side: int) -> None:
         """Give every group its part of a flat buffer, one after another."""
-        sizes = self._sizes(sides)
-        for group, side, part in zip(self.groups, sides, flat[: sum(sizes)].split(sizes), strict=True):
+        sizes = self._sizes(side)
+        for group, part in zip(self.groups, flat[: sum(sizes)].split(sizes), strict=True):
             count, rank, length = len(group.names), group.rank, group.shape[side]
             if side == RIGHT:
                 view = part.view(count, rank, length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from edgc.checks import need
 from edgc.compressors.base import Gradient, seeded
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.compressors.powersgd.passes import RIGHT, Group, batch_view
+from edgc.compressors.powersgd.passes import Group, batch_view
 from edgc.errors import UserError
 
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -58,52 +58,20 @@ class State:
     Attributes:
         error_dtype: of E; None for no error feedback.
         errors: E, m x n.
+        factors: Q, n x r, with a norm of about one.
         draws: how often random columns were drawn.
     """
 
     def __init__(self, config: LowRankConfig) -> None:
         self.error_dtype = _ERROR_DTYPES[config.error_dtype] if config.error_feedback else None
-        self.warm_start, self.seed, self.one_sided = config.warm_start, config.seed, config.one_sided
+        self.seed = config.seed
         self.errors: dict[str, Tensor] = {}
+        self.factors: dict[str, Tensor] = {}
         self.draws: dict[str, int] = {}
-        self._factors: dict[str, Tensor] = {}
-        self._sides: dict[str, int] = {}
-        self._turning: dict[str, tuple[Group, int]] = {}  # one-sided: groups in use, whose side changes
-
-    @property
-    def factors(self) -> dict[str, Tensor]:
-        """Q, n x r (one-sided: or P, m x r), with a norm of about one."""
-        self._look(self._turning)
-        return self._factors
-
-    @property
-    def sides(self) -> dict[str, int]:
-        """Side of each factor, if one-sided."""
-        self._look(self._turning)
-        return self._sides
-
-    def _look(self, names: Iterable[str]) -> None:
-        """Refer to the factors of the sides that are next. On a GPU the host may wait here, so a step does not ask."""
-        for name in names:
-            group, i = self._turning[name]
-            if self.warm_start:
-                self._refer(group, i, name)
-            self._sides[name] = group.side
-
-    def _refer(self, group: Group, i: int, name: str) -> None:
-        factor = group.factor(group.side)[i]
-        self._factors[name] = factor.mT if group.side == RIGHT else factor
-
-    def release(self, names: Iterable[str]) -> None:
-        """Groups with these names are used no more."""
-        turning = [name for name in names if name in self._turning]
-        self._look(turning)
-        for name in turning:
-            del self._turning[name]
 
     def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool, deferred: bool) -> list[Group]:
-        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape and side
-        together if they are one tensor.
+        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape together if they are
+        one tensor.
 
         Raises:
             UserError: the state is of matrices of other shapes.
@@ -114,17 +82,12 @@ class State:
             if (
                 last
                 and last[0].tensor.shape == gradient.tensor.shape
-                and self._side(last[0].name) == self._side(gradient.name)
                 and batch_view([g.tensor for g in [*last, gradient]]) is not None
             ):
                 last.append(gradient)
             else:
                 members.append([gradient])
         return [self._group(group, rank, deferred) for group in members]
-
-    def _side(self, name: str) -> int:
-        """Side of the factor to begin with."""
-        return self.sides.get(name, RIGHT)
 
     def _group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
         """Matrices of one shape with their state, in memory of their own or taken over; twice if ``deferred``."""
@@ -146,18 +109,16 @@ class State:
                         new.copy_(old)
                         # Also where the step is given up: a loss scale that changes then has to reach this memory.
                         self.errors[gradient.name] = new
-        left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
         right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
-        names = [gradient.name for gradient in members]
-        group = Group(names, (rows, columns), rank, error, left, right, self._side(names[0]))
+        group = Group([gradient.name for gradient in members], (rows, columns), rank, error, right)
         group.spare = torch.empty_like(error) if deferred and error is not None else None
-        self.begin(group)
+        self._begin(group)
         return group
 
-    def begin(self, group: Group) -> None:
+    def _begin(self, group: Group) -> None:
         """The factors to begin with: the warm start, cut or extended to the rank, or random columns."""
-        length, rank = group.shape[group.side], group.rank
-        for name, factor in zip(group.names, group.factor(group.side), strict=True):
+        length, rank = group.shape[1], group.rank
+        for name, factor in zip(group.names, group.right, strict=True):
             q, draw = self.factors.get(name), self.draws.get(name, 0) + 1
             if q is None or q.shape[1] < rank:
                 group.drawn.add(name)
@@ -165,20 +126,17 @@ class State:
             if q.shape[0] != length:
                 what = f"the warm start of {name} is {tuple(q.shape)}, but should have {length} rows"
                 raise UserError(what, fix="load the compressor's state of this very model")
-            (factor.mT if group.side == RIGHT else factor).copy_(q)
+            factor.mT.copy_(q)
 
     def commit(self, groups: Sequence[Group]) -> None:
-        """Refer to what a reduction has left in the memory of its groups."""
+        """Refer to the memory of groups whose first reduction has come to its end."""
         for group in groups:
             for i, name in enumerate(group.names):
                 if name in group.drawn:
                     self.draws[name] = self.draws.get(name, 0) + 1
                 if group.error is not None:
                     self.errors[name] = group.error[i]
-                if self.one_sided:
-                    self._turning[name] = group, i
-                elif self.warm_start:
-                    self._refer(group, i, name)
+                self.factors[name] = group.right[i].mT
             group.drawn.clear()
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,25 +144,21 @@ class State:
         return {
             "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
             "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
-            "sides": dict(self.sides),
             "draws": dict(self.draws),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Copy everything from :meth:`to_dict`; workspaces made before are no longer of use.
 
-        Without error feedback no errors are taken over, and factors only of as many sides as this state has.
+        Without error feedback no errors are taken over.
 
         Raises:
             UserError: the state is of another method.
         """
-        need(state, ("errors", "factors", "sides", "draws"), "compressor")
+        need(state, ("errors", "factors", "draws"), "compressor")
         errors = {} if self.error_dtype is None else state["errors"]
         self.errors.clear()
         self.errors.update({name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()})
-        both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
-        factors = state["factors"] if both and self.warm_start else {}
-        self._factors = {name: tensor.clone() for name, tensor in factors.items()}
-        self._sides = dict(state["sides"]) if self.one_sided else {}
-        self._turning = {}
+        self.factors.clear()
+        self.factors.update({name: tensor.clone() for name, tensor in state["factors"].items()})
         self.draws = dict(state["draws"])

@@ -13,6 +13,9 @@ from edgc.control.policies.base import Move, Policy, WindowEnd
 from edgc.control.settings import SteppedConfig
 from edgc.measurement.spectral import Curve
 
+NEWEST = 0.5
+"""Weight of the newest window in the running mean of an error curve."""
+
 
 class Spectral(Policy):
     """Follows the running means of error curves by :func:`spectral`."""
@@ -36,8 +39,7 @@ class Spectral(Policy):
                 reasons.append(f"{name}no spectra in this window, rank unchanged")
                 continue
             target, why = spectral(curve, end.grid, self.config.target_error)
-            new = self.config.step(old, target, end.r_min, end.r_max)
-            ranks[stage] = min(new, old) if self.config.monotone else new
+            ranks[stage] = self.config.step(old, target, end.r_min, end.r_max)
             reasons.append(f"{name}{why}; rank {old} -> {ranks[stage]}")
         return Move(tuple(ranks), "; ".join(reasons))
 
@@ -49,10 +51,10 @@ class Spectral(Policy):
         Raises:
             ValueError: another number of stages, or a curve of another length than the stage's before.
         """
-        means, weight = [], self.config.smoothing
+        means = []
         for stage, (old, new) in enumerate(zip(self._curves, curves, strict=True)):
             if new is not None and old is not None:
-                new = tuple(weight * b + (1 - weight) * a for a, b in zip(old, new, strict=True))
+                new = tuple(NEWEST * b + (1 - NEWEST) * a for a, b in zip(old, new, strict=True))
             self._curves[stage] = old if new is None else new
             means.append(new)
         return means
@@ -71,23 +73,17 @@ class SpectralConfig(SteppedConfig):
 
     Attributes:
         target_error: share of its norm that the mean over workers of M = G + E may lack.
-        smoothing: weight of the newest window in the running mean of the error curve.
-        monotone: the rank may fall and never rise again (a gentle decrease measured better than an increase at equal
-            bytes).
     """
 
     rule = Spectral
     policy: str = "spectral"
     target_error: float = 0.3
-    smoothing: float = 0.5
-    monotone: bool = False
 
     look = Look("EDGC (spectral)", "#009E73", "v", "-.")
 
     def _check(self) -> None:
         super()._check()
         number("target_error", self.target_error, 0, 1, open_low=True)
-        number("smoothing", self.smoothing, 0, 1, open_low=True)
 
 
 def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> tuple[int, str]:
