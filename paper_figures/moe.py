@@ -71,7 +71,7 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> str:
             costs.append(ends[1][1] - ends[0][1])  # dense first
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set(title="what it costs", xlabel=texts.share_of_bytes(), ylabel="validation loss above\nuncompressed (nats)")
+    ax.set(title="what it costs", xlabel=texts.SHARE_OF_BYTES, ylabel="validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
     if not costs:
         return "Entropies of experts, and what compressing them costs"
