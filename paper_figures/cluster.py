@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from edgc.errors import UserError
 from paper_figures import inputs, style, texts
 
 TABLES = {
@@ -56,7 +57,8 @@ def draw(results: Path, study: str) -> Figure:
     claimed = study == "gpt2_12p1b_h100"  # the paper's largest savings are taken for those of this model
     table, steps, traces = (inputs.read(results, study, name) for name in ("table.csv", "steps.csv", "traces.csv"))
     table = table[table["stage"] == "slowest"].sort_values("gbits_per_second")
-    assert set(table["kind"]) == {"simulated"}
+    if set(table["kind"]) != {"simulated"}:
+        raise UserError("table.csv holds rows that are not simulated", where=results / study, fix="make it again")
     for rows in (table, traces):
         rows["seconds"] = rows["seconds_communication"] + rows["seconds_compress"]
     facts = json.loads((results / study / "summary.json").read_text(encoding="utf-8"))

@@ -226,12 +226,11 @@ def test_a_study_that_was_removed_leaves_the_page(root: Path, tmp_path: Path, mo
     assert "figure-methods" in tree.xpath("//figure/@id")
 
 
-def test_run_folders_are_linked_where_they_are(made: tuple[str, Any]) -> None:
+def test_runs_are_told_and_linked_where_their_folders_are(made: tuple[str, Any]) -> None:
     _, tree = made
     text = words(tree.get_element_by_id("made-methods"))
     assert tree.xpath("//*[@id='made-methods']//a[@href='methods/none-s1']")
-    assert "none-s2" in text and not tree.xpath("//a[@href='methods/none-s2']")
-    assert "2 diverged, 12 ok" in text and "1, 2" in text
+    assert not tree.xpath("//a[@href='methods/none-s2']") and "2 diverged, 12 ok" in text
     assert "A processor, 2 cores, no GPU, Linux" in words(tree.get_element_by_id("made"))
 
 
