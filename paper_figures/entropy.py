@@ -58,17 +58,17 @@ LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
 PANELS = (
     ("skewness", "skewness (log beyond ±1)", "no unit", 1.0),
     ("excess_kurtosis", "excess kurtosis (log above 1)", "no unit", 1.0),
-    ("near_zero", "mass near zero: |g| < 0.001 σ₀", "% of the entries", 100.0),
+    ("near_zero", "|g| < 0.001 σ₀ (log above 1 %)", "% of the entries", 100.0),
     ("correlation_layers", "correlation between layers", "mean |Pearson|, no unit", 1.0),
 )
 
 
 def entropy_trend(results: Path) -> Figure:
-    """One column of panels per run variant (GPT, BERT): entropy change, log sigma."""
+    """Change of the entropy, then log sigma, a panel per run variant (GPT, BERT)."""
     trend, parameters = inputs.tables(results, TABLES["entropy_trend"])
     trend = trend[trend["variant"].isin(PLAIN)]
     variants = list(dict.fromkeys(trend["variant"]))
-    fig, axes = style.figure(2, len(variants), height=5.0, sharey="row")
+    fig, axes = style.figure(2 * len(variants), 1, height=8.4)
     above, below = axes[: len(variants)], axes[len(variants) :]
     moves = []
     for top, bottom, variant in zip(above, below, variants, strict=True):
@@ -77,12 +77,10 @@ def entropy_trend(results: Path) -> Figure:
         moves.append(f"{label} {moved(whole)}")
         by_estimator(top, whole)
         sigmas(bottom, parameters[parameters["variant"] == variant])
-        top.set(title=f"{label}, entropy", xlabel="iteration")
-        bottom.set(title=f"{label}, log σ", xlabel="iteration")
-    above[0].set_ylabel("change of entropy\nsince first probe (nats)")
-    below[0].set_ylabel("log σ (σ in units of\nthe gradient)")
+        top.set(title=f"{label}, entropy", xlabel="iteration", ylabel="change since the\nfirst probe (nats)")
+        bottom.set(title=f"{label}, log σ", xlabel="iteration", ylabel="log σ (σ in units of\nthe gradient)")
     for row in (above, below):
-        texts.legend_below(row[0], 1.0, 0.3, style.handles(*row))
+        texts.legend_below(row[-1], 0.45, 0.4, style.handles(*row))
     note = texts.count_note(
         trend.groupby("variant")["seed"].nunique(),
         "Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single "
@@ -180,19 +178,13 @@ def entropy_moments(results: Path) -> Figure:
         for index, (_, rows) in enumerate(trend.groupby("variant", sort=False)):
             shape(ax, rows, column, factor, style.MARKERS[index])
         ax.set(title=title, ylabel=unit)
-        if trend[column].isna().all():
-            texts.message(ax, "not recorded in these runs")
     drawn = trend[trend["group"].isin([*LAYER_GROUPS, "embedding"])]
     symmetric_log(axes[0], drawn["skewness"], low=-2, high=2)
     symmetric_log(axes[1], drawn["excess_kurtosis"], low=0, high=10)
     axes[-1].set_xlabel("iteration")
-    most = 100 * drawn["near_zero"].max()
-    if most > 20:  # most of an embedding is near zero: on one scale with it the layers would lie on the axis
-        axes[2].set_yscale("symlog", linthresh=1, linscale=0.6)
-        style.plain(axes[2].yaxis, [tick for tick in (0, 1, 3, 10, 30, 100) if tick <= 1.6 * most])
-        axes[2].set_title("|g| < 0.001 σ₀ (log above 1 %)")
-    for ax in axes[2:]:
-        ax.set_ylim(bottom=0)
+    # Most of an embedding is near zero: on one scale with it the layers would lie on the axis.
+    symmetric_log(axes[2], 100 * drawn["near_zero"], low=0, high=10)
+    axes[3].set_ylim(bottom=0)
     note = texts.count_note(
         trend.groupby("variant")["seed"].nunique(),
         "Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection, "

@@ -79,16 +79,13 @@ def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
         ax.errorbar(median.index, median, yerr=error, color=colour, marker=marker, linestyle=line, label=kind)
     total = fit[(fit["stage"] == stage) & (fit["kind"] == "total")].iloc[0]
     ranks, slope = np.array([fine["rank"].min(), fine["rank"].max()]), total["seconds_per_rank"]
-    if np.isfinite(slope):
-        fitted = 1e3 * (slope * ranks + total["seconds_fixed"])
-        label = f"fit (largest residual {100 * total['residual_largest_share']:.0f} %)"
-        ax.plot(ranks, fitted, color=LOOK.colour, linewidth=0.9, label=label)
+    label = f"fit (largest residual {100 * total['residual_largest_share']:.0f} %)"
+    ax.plot(ranks, 1e3 * (slope * ranks + total["seconds_fixed"]), color=LOOK.colour, linewidth=0.9, label=label)
     if np.isfinite(total["seconds_uncompressed"]):
         level = 1e3 * total["seconds_uncompressed"]
         ax.axhline(level, color=DENSE.colour, linewidth=1.0, linestyle="--", label="uncompressed")
     ax.set_ylim(bottom=0)
-    words = f"{1e3 * slope:.2g} ms a rank" if np.isfinite(slope) else "no fit"
-    ax.set(ylabel="time per step (ms)", title=f"time of a step's reduction, {words}")
+    ax.set(ylabel="time per step (ms)", title=f"time of a step's reduction, {1e3 * slope:.2g} ms a rank")
 
 
 def errors(ax: Axes, table: pd.DataFrame) -> None:

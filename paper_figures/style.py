@@ -151,7 +151,9 @@ def stage_colours(count: int) -> list[tuple[float, float, float]]:
     return list(sns.color_palette("viridis", n_colors=count + 1)[:count])
 
 
-def figure(rows: int = 1, columns: int = 1, *, height: float | None = None, **options: object) -> tuple[Figure, list[Axes]]:
+def figure(
+    rows: int = 1, columns: int = 1, *, height: float | None = None, **options: object
+) -> tuple[Figure, list[Axes]]:
     """A themed figure at its print size and its axes, row by row. ``height``: inches."""
     sns.set_theme(context="paper", style="whitegrid", font="DejaVu Sans", rc=THEME)
     height = height or 0.72 * COLUMN * rows / columns

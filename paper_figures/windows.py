@@ -148,8 +148,7 @@ def by_samples(ax: Axes, runs: pd.DataFrame, means: pd.DataFrame) -> None:
     measured, extrapolated = (runs[runs["kind"] == kind] for kind in ("measured", "extrapolated"))
     others, usual = measured[measured["alpha"] != ALPHA], measured[measured["alpha"] == ALPHA]
     ax.plot(others["samples"], others["cc"], "s", label="measured, other α", color=OTHER, mfc="white", markersize=3)
-    for rows, size in ((usual, 4), (extrapolated, 2.5)):
-        ax.plot(rows["samples"], rows["cc"], ".", color=COLOUR, markersize=size, alpha=0.6)
+    ax.plot(usual["samples"], usual["cc"], ".", color=COLOUR, markersize=4, alpha=0.6)
     means = means[means["alpha"] == ALPHA].sort_values("samples")
     solid, dashed = (means[means["kind"] == kind] for kind in ("measured", "extrapolated"))
     error = [solid["cc_mean"] - solid["cc_low"], solid["cc_high"] - solid["cc_mean"]]
@@ -157,6 +156,7 @@ def by_samples(ax: Axes, runs: pd.DataFrame, means: pd.DataFrame) -> None:
     start = solid[solid["window"] == extrapolated["from_window"].min()]
     line = pd.concat([start.assign(cc_mean=start["cc_model_mean"]), dashed])
     ax.plot(line["samples"], line["cc_mean"], "--", color=COLOUR, label="extrapolated, α = 0.1")
+    ax.plot(extrapolated["samples"], extrapolated["cc"], ".", color=COLOUR, markersize=2.5, alpha=0.6)
     if dashed["cc_low"].notna().any():
         ax.fill_between(dashed["samples"], dashed["cc_low"], dashed["cc_high"], color=COLOUR, alpha=0.15, linewidth=0)
     dotted: dict[str, Any] = {"color": "#444444", "linewidth": 0.9, "linestyle": ":"}

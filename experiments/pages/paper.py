@@ -173,11 +173,8 @@ class PageParts:
         return markdown_table([*header, "windows inside the limits, by seed"], lines)
 
     def figure(self, name: str, scale: str = "workstation") -> str:
-        """A committed figure with its caption. Raises ``UserError`` where it is not kept."""
+        """A committed figure with its caption."""
         path = KEPT / scale / "figures" / f"{name}.png"
-        if not path.is_file():
-            known = sorted(other.stem for other in path.parent.glob("*.png"))
-            raise UserError(f"figure {name!r} is not kept at scale {scale}", fix=nearest(name, known))
         caption = " ".join(figures.caption(name).replace("``", "`").split())
         words = pictures.alternative(pictures.split_title(caption, name)[0], path)
         image = f"![{words.replace('[', '(').replace(']', ')').rstrip('.')}]({link(path, self.page)})"

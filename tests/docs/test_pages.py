@@ -119,11 +119,9 @@ def test_stale_pages_are_listed_or_written(
     assert page.read_text() == "2\n"
 
 
-def test_settings_and_figures_that_are_not_there_are_refused() -> None:
+def test_settings_and_verdicts_that_are_not_there_are_refused() -> None:
     parts = paper.PageParts(render.ROOT / "docs" / "paper" / "x.md")
     with pytest.raises(UserError, match="no run 'cqn-s1'"):
         parts.settings({"ours": ("policies", "workstation", "cqn-s1")})
-    with pytest.raises(UserError, match="figure 'heroo' is not kept"):
-        parts.figure("heroo")
     with pytest.raises(UserError, match="no verdicts are kept"):
         parts.outcome([], ["paper"])

@@ -16,11 +16,9 @@ from lxml import html
 from edgc.config import methods
 from edgc.errors import UserError
 from experiments.common.figures import INPUTS
-from experiments.common.files import atomic_write
 from experiments.pages import board, claim_rows, curves, report
 from experiments.pages.kept import Kept
 from experiments.spec import matrix
-from experiments.verdicts import archive
 from tests.unit import synthetic_report
 from tests.unit.synthetic_report import HOSTILE
 
@@ -138,17 +136,6 @@ def test_every_method_has_a_family() -> None:
     assert board.family_of("from_elsewhere", "") == "other"
 
 
-def test_tuning_budgets_and_summaries_without_methods_join_the_board(tmp_path: Path) -> None:
-    best = {"label": "int8", "trials": 4, "trials_ok": 4, "variant": "int8_b", "lr": 0.001, "n": 1, "bytes_ratio": 0.25}
-    synthetic_report.write(tmp_path / "ci" / "budgets" / "best.csv", [best | {"above_best_nats": 0.003}])
-    short = {"variant": "r16", "label": "PowerSGD", "n": 3, "n_ok": 3, "bytes_ratio_mean": 0.2, "gap_nats_mean": 0.01}
-    synthetic_report.write(tmp_path / "ci" / "moe" / "summary.csv", [short])
-    synthetic_report.write(tmp_path / "ci" / "moe" / "table.csv", [{"variant": "r16", "seed": 1, "method": "powersgd"}])
-    found = {row.study: row for row in board.rows(Kept(tmp_path / "ci", tmp_path / "page.html"))}
-    assert (found["budgets"].gap, found["budgets"].bytes, found["budgets"].low) == (0.003, 0.25, None)
-    assert (found["moe"].family, found["moe"].gap, found["moe"].low) == ("powersgd", 0.01, None)
-
-
 def test_curves_are_those_of_all_runs(root: Path, made: tuple[str, Any]) -> None:
     _, tree = made
     study = data(tree, "curves-data")["studies"]["methods"]
@@ -164,13 +151,6 @@ def test_curves_are_those_of_all_runs(root: Path, made: tuple[str, Any]) -> None
             assert loss == pytest.approx(np.log(rows.loc[step, "validation_perplexity"]), rel=1e-4)
         if run["status"] == "ok":
             assert (run["x"][0], run["x"][-1]) == (1, synthetic_report.STEPS) and len(run["v"]) == 3
-
-
-def test_curves_kept_as_parquet_are_the_same(root: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(root, tmp_path / "ci")
-    atomic_write(copy / "methods" / "curves.parquet", archive.packed_table(copy / "methods" / "curves.csv"))
-    (copy / "methods" / "curves.csv").unlink()
-    assert curves.curves(Kept(copy, copy / "report.html")) == curves.curves(Kept(root, root / "report.html")) != {}
 
 
 def test_what_is_missing_is_said(root: Path, made: tuple[str, Any], tmp_path: Path) -> None:
