@@ -33,7 +33,7 @@ for name, benchmark in BENCHMARKS.items():
 @app.command("predict")
 @main_guard
 def predict_again(folder: Annotated[Path, typer.Argument(help="RESULTS/<machine>")]) -> None:
-    """Predict the steps that `steps` and `pipeline` have measured in FOLDER again, by the model as it is now."""
+    """Predict the measured steps in FOLDER again, also those of pipelines, by the model as it is now."""
     paths = {module: folder / f"{name}.json" for name, module in (("steps", steps), ("pipeline", pipeline))}
     paths = {module: path for module, path in paths.items() if path.is_file()}
     if not paths:

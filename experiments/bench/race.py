@@ -27,7 +27,7 @@ from experiments.analyse.methods import loss_at, reached
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.tables import bf16_ratio
 from experiments.bench import terminal
-from experiments.bench.terminal import Positive, Rate, Say, one_of
+from experiments.bench.terminal import Rate, Say, one_of
 from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.bench.workers import WorkerError, last_line
 from experiments.common.files import ROOT, atomic_write
@@ -65,14 +65,11 @@ class Plan(terminal.Plan):
     methods: tuple[Annotated[str, one_of(*RACE.variants)], ...] = Field(
         tuple(RACE.variants), description="variants of race.yaml, with commas"
     )
-    iterations: Positive | None = Field(None, description="instead of race.yaml's, for a short run")
 
     def runs(self) -> list[RunConfig]:
         """The runs of one limit, seed after seed, uncompressed first."""
         chosen = [name for name in RACE.variants if name in ("none", *self.methods)]
         base = deep_merge(load_scale(RACE.scale).defaults, RACE.base)
-        if self.iterations is not None:
-            base = deep_merge(base, {"train": {"iterations": self.iterations}})
         about = {"study": "race", "scale": RACE.scale}
         return [
             resolve(lay(base, RACE.variants[variant], PATH) | about | {"variant": variant, "seed": seed}, PATH)

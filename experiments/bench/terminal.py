@@ -86,7 +86,9 @@ def register(app: typer.Typer, name: str, benchmark: ModuleType) -> None:
 
     def option(key: str) -> inspect.Parameter:
         field, switch = fields[key], fields[key].annotation is bool
-        text = field.description if switch else f"{field.description} (default: {as_words(field.default)})"
+        values = field.default if isinstance(field.default, tuple) else (field.default,)
+        default = ",".join(f"{value:g}" if isinstance(value, float) else str(value or "") for value in values)
+        text = f"{field.description} (default: {default})" if default and not switch else field.description
         flag = f"{flags[key]}/--no-{flags[key][2:]}" if switch else flags[key]
         annotation: Any = Annotated[bool | None if switch else str | None, typer.Option(flag, help=text)]
         return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -108,12 +110,6 @@ def register(app: typer.Typer, name: str, benchmark: ModuleType) -> None:
     folder = inspect.Parameter("results", inspect.Parameter.KEYWORD_ONLY, default=RESULTS, annotation=Results)
     setattr(call, "__signature__", inspect.Signature([*map(option, fields), folder]))  # noqa: B010
     app.command(name, help=benchmark.__doc__)(call)
-
-
-def as_words(default: Any) -> str:
-    """A default as an option takes it."""
-    values = default if isinstance(default, tuple) else (default,)
-    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def run(benchmark: ModuleType, plan: Plan, results: Path) -> None:
