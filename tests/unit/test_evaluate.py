@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from edgc.errors import UserError
 from experiments.data.tokenizer import train_bpe
 from experiments.evaluation import evaluate
-from experiments.evaluation.tasks import make
+from experiments.evaluation.tasks import continuation, make, syntax
 from experiments.evaluation.tasks.text import CONTEXT_CHARACTERS
 
 VOCABULARY, LENGTH = 300, 64
@@ -121,7 +121,16 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
     (twin / "run.json").write_text(json.dumps(run_json(twin.name)))
     diverged.mkdir()
     (diverged / "run.json").write_text(json.dumps(run_json(diverged.name, status="diverged", model=False)))
-    make.make(corpus(), Tokenizer.from_file(str(tokenizer)), found.tasks, seed=0, fingerprint="f")
+    with pytest.MonkeyPatch.context() as patch:  # fewer documents, which take less time
+        for changed, name, count in (
+            (make, "LASTWORD", 60),
+            (make, "CLOZE", 60),
+            (make, "PAGES", 10),
+            (continuation, "DOCUMENTS", 60),
+            (syntax, "DOCUMENTS", 80),
+        ):
+            patch.setattr(changed, name, count)
+        make.make(corpus(), Tokenizer.from_file(str(tokenizer)), found.tasks, seed=0, fingerprint="f")
     # Later evaluations are made in one process, and have to come out the same.
     found.evaluate("--processes", "2")
     return found
