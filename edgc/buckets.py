@@ -61,7 +61,7 @@ class BucketWorker:
     """Takes buckets in the order of :meth:`put`; collectives start in an order that follows from it alone.
 
     Args:
-        engine: ``deferred``, and not used by anybody else while buckets are under way.
+        engine: not used by anybody else while buckets are under way.
         group: used here alone, so that no other collective can come between.
         device: of the gradients.
         parameters: number of gradients in an iteration.

@@ -43,7 +43,6 @@ class Engine:
         iterations: length of the run, which warm-up is a share of.
         exchange_group: group over which ranks exchange measurements; None is the world.
         observer: called with the local gradients before they are reduced, for studies.
-        deferred: whether changes of error feedback and warm start wait for :meth:`end_iteration`, which may drop them.
         overlapped: whether reductions overlap with backward or with each other, so that the time they are waited for
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
@@ -68,7 +67,6 @@ class Engine:
         iterations: int,
         exchange_group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
-        deferred: bool = False,
         overlapped: bool = False,
         open_channel: Callable[..., Channel] = Channel,
         embeddings: Collection[str] = (),
@@ -76,9 +74,6 @@ class Engine:
         self.config, self.stage = config, stage
         self.compressor = config.build()
         self.warm_up = config.build_warm_up()
-        self.deferred = deferred
-        for compressor in self._compressors:
-            compressor.deferred = deferred
         self.observer, self.open_channel = observer, open_channel
         self.monitor = Monitor(
             config,
@@ -205,9 +200,11 @@ class Engine:
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
         self._look_at(gradients)
-        bytes_sent = self.compressor.reduce(gradients, self.open_channel(group), None).bytes
-        self._statistics.bytes += bytes_sent
-        self._statistics.dense_bytes += bytes_sent
+        statistics = Statistics()
+        for _ in self.compressor.exchange(gradients, self.open_channel(group), None, statistics):
+            pass
+        self._statistics.bytes += statistics.bytes
+        self._statistics.dense_bytes += statistics.bytes
 
     def add_loss(self, loss: float) -> None:
         """Take in the training loss of the iteration that has ended, on at least one rank; for policy ``loss``.
@@ -249,7 +246,7 @@ class Engine:
                 counts: the last one may hold reductions that overlap with it.
             exposed: time in which this rank's step has waited for averaged gradients, if that was measured.
             skipped: whether the step is given up, the same on every rank of every stage: nothing of the iteration is
-                taken as a measurement, and what was ``deferred`` is dropped.
+                taken as a measurement, and error feedback and warm start stay as they were.
         """
         monitor, plan = self.monitor, self.plan
         # Benchmarks disturb the step that they are part of.
@@ -310,7 +307,6 @@ class Engine:
         in_warm_up = self.controller.plan(self.iteration).in_warm_up
         self.warm_up = self.config.build_warm_up() if in_warm_up else None
         if self.warm_up is not None:
-            self.warm_up.deferred = self.deferred
             self.warm_up.load_state_dict({"errors": compressor["errors"], "counts": {}})
             compressor = {**compressor, "errors": {}}
         self.compressor.load_state_dict(compressor)

@@ -91,6 +91,7 @@ def counted_and_kept(name: str, setting: Setting) -> tuple[list[str], list[Tenso
             ]
             while running:
                 running = [exchange for exchange in running if next(exchange, "end") != "end"]
+            compressor.settle(True)
         results = flat([gradient.tensor for gradient in own])
         # Whole bytes are counted call by call, of which each may have had a part of one.
         if not 0 <= sum(sent) - statistics.bytes <= len(sent):
@@ -150,7 +151,7 @@ def everything() -> dict[str, Any]:
     world, wrong, lengths = dist.get_world_size(), {}, {}
     results: dict[tuple[str, bool], list[Tensor]] = {}
     for masked in (False, True)[: 2 if world == 2 else 1]:
-        setting = Setting(masked, torch.float32, world, False, "flat")
+        setting = Setting(masked, torch.float32, world, "flat")
         with masked_path(masked):
             for i, name in enumerate(variants()):
                 found, results[name, masked] = counted_and_kept(name, setting)

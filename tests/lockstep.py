@@ -85,8 +85,9 @@ def reduce_together(
     gradients: Sequence[Sequence[Gradient]],
     rank: int | None,
     room: Room | None = None,
+    settle: bool = True,
 ) -> list[Statistics]:
-    """One reduction of every worker, each with its own compressor and gradients."""
+    """One reduction of every worker, each with its own compressor and gradients; a whole step, unless told not to."""
     room = room or Room(len(compressors))
     results = [Statistics() for _ in compressors]
     running = [
@@ -95,4 +96,6 @@ def reduce_together(
     ]
     while {next(exchange, "end") for exchange in running} != {"end"}:
         room.meet()
+    for compressor in compressors if settle else ():
+        compressor.settle(True)
     return results

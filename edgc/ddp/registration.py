@@ -84,7 +84,6 @@ def register(
             stages=[matrices],
             iterations=iterations,
             exchange_group=group,
-            deferred=True,
             overlapped=True,
             embeddings={name for name, parameter in parameters.items() if parameter in tables},
         )

@@ -101,7 +101,6 @@ def attach(
         stages=stages[first:],
         iterations=iterations,
         observer=observer,
-        deferred=True,
         overlapped=overlap,
         embeddings={names[parameter] for parameter in tables},
     )

@@ -121,7 +121,7 @@ def resumed() -> None:
 def dropped() -> None:
     """A step that is given up leaves what is kept as it was."""
     for at in (3, WARM_UP):
-        own = advanced(at, deferred=True)
+        own = advanced(at)
         before = kept(own)
         advance(own, 99, skipped=True)
         after = kept(own)

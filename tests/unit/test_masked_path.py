@@ -48,10 +48,10 @@ def test_every_read_is_found(read: str) -> None:
     READS[read](x)
 
 
-@pytest.mark.parametrize(("name", "deferred"), [(name, i % 2 == 1) for i, name in enumerate(variants())])
-def test_no_step_reads_a_value(name: str, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", variants())
+def test_no_step_reads_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that compress, one that is given up, and one that drains."""
-    team = Team(name, Setting(True, torch.float32, 2, deferred, "flat"))
+    team = Team(name, Setting(True, torch.float32, 2, "flat"))
     guard, draw = NoHostReads(), sparse.draw
 
     def on_the_host(*arguments: Any) -> Tensor:

@@ -296,8 +296,8 @@ def settings_of(key: str) -> EDGCConfig:
     return EDGCConfig.from_record(common | more)
 
 
-def engine_of(key: str, *, deferred: bool = False) -> Engine:
-    return Engine(settings_of(key), stage=0, stages=[MATRICES], iterations=ITERATIONS, deferred=deferred)
+def engine_of(key: str) -> Engine:
+    return Engine(settings_of(key), stage=0, stages=[MATRICES], iterations=ITERATIONS)
 
 
 def drive(
@@ -316,7 +316,7 @@ def drive(
         skip: iteration whose step is given up.
         experts: reduce another matrix, whose error is large, over this group.
     """
-    engine, told = engine_of(key, deferred=skip is not None), []
+    engine, told = engine_of(key), []
     for iteration in range(1, ITERATIONS + 1):
         scale = scales[iteration % len(scales)]
         engine.rescale(scale)

@@ -28,7 +28,7 @@ def named(tensors: list[Tensor]) -> list[Gradient]:
 
 def group(shape: tuple[int, int], rank: int, error: Tensor) -> Group:
     """One matrix, with memory for its factors; the mean is its own factor."""
-    x = Group(["w"], shape, rank, error, draw(1, rank, shape[1]))
+    x = Group(["w"], shape, rank, error, torch.empty_like(error), draw(1, rank, shape[1]))
     x.start, x.summed, x.basis = x.right, torch.empty(1, shape[0], rank), torch.empty(1, shape[0], rank)
     x.own = x.mean = torch.empty(1, rank, shape[1])
     return x
@@ -52,13 +52,13 @@ def test_small_errors_are_measured_and_not_a_difference() -> None:
 
 @BOTH
 def test_what_a_narrow_gradient_cannot_hold_is_clamped_and_kept(passes: Any) -> None:
-    run, errors, gradient = passes(), torch.zeros(1, 4, 4), torch.zeros(4, 4, dtype=torch.float16)
-    x = group((4, 4), 1, errors)
+    run, gradient = passes(), torch.zeros(4, 4, dtype=torch.float16)
+    x = group((4, 4), 1, torch.zeros(1, 4, 4))
     run.load([x], [named([gradient])])
     x.basis.fill_(1e3)
     x.own.fill_(1e3)
     run.store([x], [torch.zeros(1)], OK)
-    assert (gradient == 65504).all() and (errors == 0 + -1e6 + 1e6 - 65504).all()
+    assert (gradient == 65504).all() and (x.spare == 0 + -1e6 + 1e6 - 65504).all()
 
 
 def test_batch_view() -> None:

@@ -112,7 +112,6 @@ def test_a_parameter_without_gradients_for_long_can_have_some_again(options: dic
 @pytest.mark.parametrize("change", ["rank", "buckets"])
 def test_a_step_given_up_after_a_change_leaves_what_a_loss_scale_rescales(change: str, on_gpu: bool) -> None:
     worker = power_sgd(min_elements=64)
-    worker.deferred = True
 
     def step(number: int, scale: float, poison: bool = False) -> list[Gradient]:
         [drawn] = draw(0, number, scale=scale, shapes=[(3, 40, 30)])
@@ -122,7 +121,7 @@ def test_a_step_given_up_after_a_change_leaves_what_a_loss_scale_rescales(change
         rank = 6 if change == "rank" and number else 4
         split = change == "buckets" and number == 0
         parts = [gradients[:1], gradients[1:]] if split else [gradients]
-        given_up = [int(worker.reduce(part, Channel(None), rank).skipped) for part in parts]
+        given_up = [int(reduce_together([worker], [part], rank, settle=False)[0].skipped) for part in parts]
         worker.settle(not any(given_up))
         assert any(given_up) == poison
         return gradients

@@ -94,8 +94,7 @@ class PowerSGD(KeepsErrors):
         else:
             work.dense.start(dense, channel)
             yield
-            # Without a state to protect, what is not finite may go where it goes.
-            ok = finite(work.dense.messages if drained or self.deferred else (), work.device)
+            ok = finite(work.dense.messages, work.device)
         if work.passes.decides and not ok:
             for gradient in gradients:
                 gradient.tensor.fill_(math.nan)
@@ -195,7 +194,7 @@ class PowerSGD(KeepsErrors):
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
         for group in work.groups:
-            if group.spare is not None and group.error is not None:
+            if group.error is not None and group.spare is not None:
                 group.error, group.spare = group.spare, group.error
                 self.errors.update(zip(group.names, group.error, strict=True))
         work.passes.keep([group.mean for group in work.groups], [group.right for group in work.groups], ok)
@@ -211,7 +210,7 @@ class PowerSGD(KeepsErrors):
             self._discard(names)
             factored = [g for g in gradients if rank is not None and self._factors(g.tensor, rank)]
             passes = self._on_cpu if host_decides(gradients[0].tensor.device) else self._on_gpu
-            groups = self._state.groups(factored, rank or 1, batched=not passes.decides, deferred=self.deferred)
+            groups = self._state.groups(factored, rank or 1, batched=not passes.decides)
             work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
         return work

@@ -61,7 +61,7 @@ class Group:
     Attributes:
         names, shape, rank: of the parameters; m x n; r <= min(m, n).
         error: [B, m, n], E in its own type; None without error feedback.
-        spare: like ``error`` and takes the new E, so that the old one stays; None to overwrite it.
+        spare: like ``error``, and takes the new E, so that the old one stays until the step is settled.
         right: [B, r, n], the warm-started Q.
         drawn: names whose factor is random and new.
         gradients: of this call, one a name.
@@ -75,8 +75,8 @@ class Group:
     shape: tuple[int, int]
     rank: int
     error: Tensor | None
+    spare: Tensor | None
     right: Tensor
-    spare: Tensor | None = None
     drawn: set[str] = field(default_factory=set)
     gradients: Sequence[Tensor] = ()
     in_place: bool = False
@@ -194,7 +194,6 @@ class RowBlocks:
         cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
         measured = [0.0] * len(x.names)
         narrow = x.gradients[0].dtype != torch.float32
-        target = x.error if x.spare is None else x.spare
         for i, rows in _blocks(x):
             block, gradient = x.m[i, rows], x.gradients[i][rows]
             if x.error is not None or cancelled[i]:
@@ -210,8 +209,8 @@ class RowBlocks:
                 block.add_(result)
                 gradient.copy_(within(result, gradient.dtype))
                 block.sub_(result.copy_(gradient))
-            if target is not None:
-                target[i, rows].copy_(block)
+            if x.spare is not None:
+                x.spare[i, rows].copy_(block)
             if not narrow:
                 product(left, right, block)
                 if not x.in_place:
@@ -338,13 +337,12 @@ class Batched(RowBlocks):
                 x.m[i].add_(result)
                 gradient.copy_(within(result, gradient.dtype))
                 x.m[i].sub_(gradient)
-        if x.error is not None:
-            target = x.error if x.spare is None else x.spare
+        if x.error is not None and x.spare is not None:
             # Another type than fp32 comes through fp32 as it was.
-            out = target if target.dtype == torch.float32 else x.m
+            out = x.spare if x.spare.dtype == torch.float32 else x.m
             torch.where(finite, x.m, x.error, out=out)
-            if out is not target:
-                target.copy_(out)
+            if out is not x.spare:
+                x.spare.copy_(out)
         if not narrow:
             torch.bmm(left, right, out=x.m)
             if not x.in_place:

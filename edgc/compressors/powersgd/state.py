@@ -69,7 +69,7 @@ class State:
         self.factors: dict[str, Tensor] = {}
         self.draws: dict[str, int] = {}
 
-    def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool, deferred: bool) -> list[Group]:
+    def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool) -> list[Group]:
         """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape together if they are
         one tensor.
 
@@ -87,10 +87,10 @@ class State:
                 last.append(gradient)
             else:
                 members.append([gradient])
-        return [self._group(group, rank, deferred) for group in members]
+        return [self._group(group, rank) for group in members]
 
-    def _group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
-        """Matrices of one shape with their state, in memory of their own or taken over; twice if ``deferred``."""
+    def _group(self, members: Sequence[Gradient], rank: int) -> Group:
+        """Matrices of one shape with their state, in memory of their own or taken over."""
         rows, columns = members[0].tensor.shape
         rank, device, count = min(rank, rows, columns), members[0].tensor.device, len(members)
         error = None
@@ -110,8 +110,8 @@ class State:
                         # Also where the step is given up: a loss scale that changes then has to reach this memory.
                         self.errors[gradient.name] = new
         right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
-        group = Group([gradient.name for gradient in members], (rows, columns), rank, error, right)
-        group.spare = torch.empty_like(error) if deferred and error is not None else None
+        spare = None if error is None else torch.empty_like(error)
+        group = Group([gradient.name for gradient in members], (rows, columns), rank, error, spare, right)
         self._begin(group)
         return group
 
