@@ -6,6 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from edgc.errors import UserError
 from experiments.common import acting
 from paper_figures import inputs, style, texts
 
@@ -29,9 +30,11 @@ def draw(results: Path) -> Figure:
     runs, ok = table.drop_duplicates("run"), table[table["status"] == "ok"]
     trained = inputs.read(results, "methods").query("variant in @runs.variant")
     first = table["metric"] == table.groupby("task")["metric"].transform("first")
-    table = table[first & table["metric"].str.startswith("acc")]
+    table = table[first & table["metric"].str.startswith("acc", na=False)]
     table = table[table["run"] != table["baseline"]]
     tasks, labels = list(dict.fromkeys(table["task"])), list(dict.fromkeys(table["label"]))
+    if not tasks:
+        raise UserError("no task has an accuracy", where=results / "zero_shot" / "table.csv", fix="evaluate one")
     rows = -(-len(tasks) // 2)
     fig, axes = style.figure(rows, 2, height=1.8 + rows * (0.75 + 0.16 * len(labels)), sharey=True)
     for ax in axes[len(tasks) :]:
