@@ -173,7 +173,7 @@ class Engine:
         """Reduction in an iteration in which something is due, with what is measured before and after."""
         # The result of an unused matrix is compared with what is kept of it while both are there.
         self._unused |= any(gradient.unused for gradient in local)
-        self._look_at(local)
+        self._look_at(local, "local")
         benchmark, plan = self.monitor.benchmark, self.plan
         if plan.probe_rank is not None and local and compress:
             # Added after the yields, between which other buckets add theirs; so below.
@@ -186,12 +186,13 @@ class Engine:
         yield from compressor.exchange(gradients, channel, rank, self._statistics)
         if self._due:
             self.monitor.reduced(gradients, channel, compressor if rank is not None else None)
+        self._look_at(local, "reduced")
 
-    def _look_at(self, local: Gradients) -> None:
-        if self.observer is not None:
-            self.observer(self.iteration, local)
-        if self._due:
-            self.entropy.add(self.iteration, local)
+    def _look_at(self, gradients: Gradients, source: str) -> None:
+        if source == "local" and self.observer is not None:
+            self.observer(self.iteration, gradients)
+        if self._due and source == self.config.entropy.source:
+            self.entropy.add(self.iteration, gradients)
 
     @own_modes()
     def reduce_across_stages(self, gradients: Gradients, group: dist.ProcessGroup) -> None:
@@ -199,12 +200,13 @@ class Engine:
 
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
-        self._look_at(gradients)
+        self._look_at(gradients, "local")
         statistics = Statistics()
         for _ in self.compressor.exchange(gradients, self.open_channel(group), None, statistics):
             pass
         self._statistics.bytes += statistics.bytes
         self._statistics.dense_bytes += statistics.bytes
+        self._look_at(gradients, "reduced")
 
     def add_loss(self, loss: float) -> None:
         """Take in the training loss of the iteration that has ended, on at least one rank; for policy ``loss``.

@@ -16,12 +16,13 @@ class EntropyConfig(Settings):
     """Measurement of the entropy by GDS (paper, section on the gradient data sampler).
 
     Attributes:
-        estimator: entropy in nats, of the local gradient before compression and error feedback, so that it does not
-            depend on the rank in use; differential except ``released`` (see :mod:`edgc.entropy`).
+        estimator: entropy in nats; differential except ``released`` (see :mod:`edgc.entropy`).
         iteration_rate: alpha, share of the iterations that are measured. Paper: 0.1.
         entry_rate: beta, share of the entries of a gradient that are read. Paper: 0.25.
         sampling: ``diagonal`` (ours, default: the same share of every row and column, without repeats),
             ``strided`` (cheapest, but in many matrices the same columns of every row) or ``random`` (seeded).
+        source: ``local`` gradient before compression and error feedback (ours, default: the estimate does not
+            depend on the rank in use) or the ``reduced`` gradient after averaging.
         parameters: what a stage's entropy is of: its ``layers`` (ours, default), without embeddings and the output
             layer, or ``all`` its matrices. The paper's models hardly tell them apart (the embedding is 6 % of the first
             stage at 12.1 billion parameters), but a small model does (56 % at 1.3 million), and there its gradients
@@ -34,6 +35,7 @@ class EntropyConfig(Settings):
     iteration_rate: float = 0.1
     entry_rate: float = 0.25
     sampling: str = "diagonal"
+    source: str = "local"
     parameters: str = "layers"
     seed: int = 0
 
@@ -42,6 +44,7 @@ class EntropyConfig(Settings):
         number("iteration_rate (alpha)", self.iteration_rate, 0, 1, open_low=True)
         number("entry_rate (beta)", self.entry_rate, 0, 1, open_low=True)
         one_of("sampling", self.sampling, SAMPLINGS)
+        one_of("source", self.source, ("local", "reduced"))
         one_of("parameters", self.parameters, PARAMETERS)
         self._whole("seed", 0)
 

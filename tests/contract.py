@@ -88,7 +88,9 @@ def variants() -> Mapping[str, EDGCConfig]:
             if name != "edgc" and known.get(key, value) != value:
                 settings[f"{name}, {key} {value}"] = {**settings[name], key: value}
     more: tuple[dict[str, Any], ...] = (
+        {"one_sided": True, "factor_dtype": "int4"},
         {"factor_dtype": "int8", "error_dtype": "bf16"},
+        {"factor_dtype": "bf16", "one_sided": True},
         {"factor_dtype": "int8", "orthonormal_q": False},
     )
     for pair in more:

@@ -7,10 +7,11 @@ on all.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -128,12 +129,30 @@ def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) ->
     def here(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.cuda()
 
-    try:
-        state: dict[str, Any] = torch.load(folder / name, weights_only=True, map_location=here, mmap=lazily)
-    except Exception as error:  # torch raises many kinds
-        reason = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        raise DamagedCheckpoint(folder, name, reason) from None
+    state = load_plain(folder / name, folder, name, map_location=here, mmap=lazily)
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(folder, name, f"holds {type(state).__name__} instead of a state")
     return state
+
+
+def load_plain(source: Path | BinaryIO, folder: Path, name: str, **options: Any) -> Any:
+    """Read ``source`` with ``torch.load``, if it holds tensors and plain values.
+
+    Raises:
+        DamagedCheckpoint: it does not; of the file ``name`` in ``folder``.
+    """
+    try:
+        return torch.load(source, weights_only=True, **options)
+    except Exception as error:  # torch raises many kinds
+        raise DamagedCheckpoint(folder, name, unreadable(error)) from None
+
+
+def unreadable(error: Exception) -> str:
+    """Reason why a file cannot be read, to follow its name in a sentence."""
+    requested = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if requested is not None:
+        return f"asks for {requested[1]}, which may run code"
+    return f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
 def portable(value: Any, path: str = "state") -> Any:

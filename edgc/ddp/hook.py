@@ -223,6 +223,16 @@ class Handle:
                 orders[name] = order
         return orders
 
+    def refuse_sparse(self, module: torch.nn.Module) -> None:
+        """Refuse sparse gradients of ``module``'s matrices when they come, before DDP meets them, where only then they
+        are known to be sparse: in modules that are not torch's own."""
+        for owner in module.modules():
+            if not type(owner).__module__.startswith("torch.nn."):
+                for parameter in owner.parameters(recurse=False):
+                    if parameter.dim() == 2 and parameter.requires_grad and parameter in self._names:
+                        refuse = partial(_refuse_sparse, self._names[parameter])
+                        self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))
+
     def remove(self) -> None:
         """End EDGC: from now on DDP averages plainly. What error feedback still holds is dropped.
 
@@ -326,6 +336,11 @@ class Handle:
 
 def _note(used: set[str], name: str, _: Tensor) -> None:
     used.add(name)
+
+
+def _refuse_sparse(name: str, parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UserError(f"parameter {name} has a sparse gradient", where="edgc.ddp", fix="look it up with sparse=False")
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Mapping
 from functools import cache
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -26,6 +27,7 @@ from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
 
+_MARK = "edgc: is the node kept?"
 _unscaled: weakref.WeakKeyDictionary[Handle, set[int]] = weakref.WeakKeyDictionary()
 """Handles that were given no scaler, until their first step, with the ids of their parameters."""
 
@@ -101,6 +103,7 @@ def register(
                 fix = "wrap the model anew, without a hook of your own"
                 raise UserError(what, where="edgc.ddp.register", fix=fix) from None
         slot.handle = handle
+        handle.refuse_sparse(model.module)
         undo.pop_all()
     if scaler is None and isinstance(config, CompressingConfig):
         _watch_steps()
@@ -234,4 +237,23 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise UserError(f"parameter {name} has type {parameter.dtype}", fix="use real floating-point types")
+    if missing := _not_reduced(parameters):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        what = f"DistributedDataParallel does not average {', '.join(missing[:3])}{more}"
+        raise UserError(what, fix="wrap the model after they were made trainable, or leave them frozen")
     return parameters
+
+
+def _not_reduced(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters that are in no bucket of DDP, which takes those that need a gradient when it wraps.
+
+    It has no public way to ask. But it holds the autograd node that accumulates the gradient of each parameter in a
+    bucket; other parameters get a new one each time somebody asks for it.
+    """
+
+    def notes(parameter: Tensor) -> dict[str, Any]:
+        return cast(dict[str, Any], get_gradient_edge(parameter).node.metadata)
+
+    for parameter in parameters.values():
+        notes(parameter)[_MARK] = True
+    return [name for name, parameter in parameters.items() if not notes(parameter).pop(_MARK, False)]

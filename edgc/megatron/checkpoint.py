@@ -21,8 +21,8 @@ With a training loop of one's own::
 All functions are collective: every rank of the world calls them, between two iterations, and folders are on a file
 system that all ranks share, as for Megatron. A run goes on from its checkpoint bit for bit as if it had never stopped.
 
-Checksums find damage, no forgery: they lie beside what they are of. EDGC's own files are read as tensors and plain
-values alone; torch and Megatron read ``.metadata`` and the objects in ``*.distcp`` in a way that can run code.
+Checksums find damage, no forgery: they lie beside what they are of. What lies in the pickles of a checkpoint is
+therefore looked at before anybody reads them (:mod:`edgc.checkpoints.unpickling`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
 
-from edgc.checkpoints import manifest, rank_files
+from edgc.checkpoints import manifest, rank_files, unpickling
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.checkpoints.saved_state import LOCAL, State, merge
 from edgc.errors import UserError
@@ -247,13 +247,13 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
 
 
 def check(folder: str | Path) -> None:
-    """Compare every file of a checkpoint with its manifest, shared among the ranks.
+    """Compare every file of a checkpoint with its manifest, shared among the ranks, and look into its pickles.
 
     Of a checkpoint that :func:`publish` did not make, only EDGC's part can be compared; Megatron-LM's tracker file has
     to have named it or a later one.
 
     Raises:
-        DamagedCheckpoint: on every rank, for a file that is missing or not what was written.
+        DamagedCheckpoint: on every rank, for a file that is missing, not what was written, or would run code.
     """
     folder = Path(folder)
     content, part = rank_files.together(lambda: read(folder)), FOLDER
@@ -275,6 +275,7 @@ def check(folder: str | Path) -> None:
     else:
         rank_files.on_first_rank(check_tracker)
     rank_files.together(check_files)
+    rank_files.on_first_rank(lambda: unpickling.check(folder))
 
 
 @contextlib.contextmanager

@@ -109,10 +109,11 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
     """Unsplit fp32 model of a checkpoint of any split; call it inside :func:`single_process`.
 
     Raises:
-        UserError: the checkpoint is unreadable, of another model or of another vocabulary.
+        UserError: the checkpoint is unreadable, of another model or of another vocabulary, or would run code.
     """
     from megatron.core import dist_checkpointing
 
+    from edgc.checkpoints import unpickling
     from edgc.megatron.checkpoint import readable
     from experiments.spec.settings import padded_vocabulary
     from experiments.training.model import build_model
@@ -125,6 +126,7 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
         }
     )
     model = build_model(alone, vocab_size)
+    unpickling.check(checkpoint)
     with readable(checkpoint, "train the run again"):
         saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
         # Checked here because Megatron loads an embedding of any number of rows, filling up or cutting off.

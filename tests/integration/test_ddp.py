@@ -123,6 +123,16 @@ def resume() -> None:
 
 
 @case
+def uneven() -> None:
+    """Ranks with different numbers of batches, under DDP's own ``join``."""
+    run = Run(Case(steps=5))
+    with run.model.join():
+        run.train(0, 2 + dist.get_rank())
+    run.close()
+    assert equal(run.weights)
+
+
+@case
 def another_world() -> None:
     """Two jobs of two ranks inside a world of four, which go on from its states: the average owes what it owed."""
     run = Run(Case(unused=True)).train(0, 6)
@@ -287,6 +297,16 @@ def hooked(register: Callable[[Any], Any]) -> DistributedDataParallel:
     return model
 
 
+def unfrozen(*ranks: int) -> DistributedDataParallel:
+    """A model whose first layer was frozen when it was wrapped on these ranks."""
+    first = nn.Linear(24, 48).requires_grad_(dist.get_rank() not in ranks)
+    # Ranks whose models differ: DDP would say so itself.
+    with mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"):
+        model = wrapped(first, nn.Linear(48, 24))
+    first.requires_grad_(True)
+    return model
+
+
 def mixed_precision() -> DistributedDataParallel:
     types = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
     return DistributedDataParallel(nn.Linear(24, 48), mixed_precision=types)
@@ -326,6 +346,8 @@ BY_REGISTER: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: register(hooked(lambda m: dist._register_comm_hook(m.reducer, None, allreduce_hook)), **LOW),
         "takes no hook",
     ),
+    "unfrozen": (lambda: register(unfrozen(0, 1, 2, 3), **LOW), "0.weight, 0.bias"),
+    "unfrozen on one rank": (lambda: register(unfrozen(1), **LOW), "0.weight, 0.bias"),
     "fp16": (lambda: register(wrapped(nn.Linear(24, 48, dtype=torch.float16)), **LOW), "scaler"),
     "mixed precision": (lambda: register(mixed_precision(), **LOW), "mixed_precision"),
 }

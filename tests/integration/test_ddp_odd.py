@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
@@ -20,7 +21,7 @@ from edgc import EDGCConfig
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.integration.ddp_runs import METHODS, SMALL
-from tests.workers import Cases, said, same
+from tests.workers import Cases, refused, said, same
 
 pytestmark = pytest.mark.slow
 case = Cases(2, __name__)
@@ -28,6 +29,7 @@ case = Cases(2, __name__)
 KEEPING: dict[str, dict[str, Any]] = {
     **{name: METHODS[name] for name in ("powersgd", "int8 factors", "topk", "randomk", "sign")},
     "quantize": {"method": "quantize", "bits": 4, **SMALL},
+    "one-sided": {"method": "powersgd", "rank": 2, "one_sided": True, **SMALL},
     "edgc after int4": EDGCConfig.usable({**METHODS["edgc"], "policy": "fixed", "rank": 2, "warmup_bits": 4}),
 }
 
@@ -164,7 +166,7 @@ def gradients(module: Given, step: int) -> list[Tensor]:
 @case
 def modes() -> None:
     """A run whose every backward, and what is asked for after it, is in another mode is one without any."""
-    chosen = ("powersgd", "powersgd bf16", "powersgd int8", "topk_dgc", "stochastic4")
+    chosen = ("powersgd", "powersgd bf16", "powersgd int8", "powersgd one-sided", "topk_dgc", "stochastic4")
     methods = {**examples.EACH, **{name: examples.settings_of(name) for name in chosen}, "edgc": METHODS["edgc"]}
     for number, (name, settings) in enumerate(methods.items()):
         # Both paths for what the list names, which differ most between them.
@@ -199,7 +201,7 @@ def run_in_modes(settings: dict[str, Any], modes: list[str], plain: bool) -> lis
 @case
 def products() -> None:
     """Nothing is lost on the path of a CPU where products may be rounded to bf16."""
-    for name in ("powersgd", "powersgd int8"):
+    for name in ("powersgd", "powersgd int8", "powersgd one-sided"):
         module = several_types()
         model, handle = registered(module, {**examples.settings_of(name), **SMALL})
         arrived, given = torch.zeros(2, 40, 24, dtype=torch.float64)
@@ -256,6 +258,22 @@ def memory_formats() -> None:
             answer = said(partial(other.load_state_dict, state))
             assert (answer == "nothing") == (here == saved) and all(name in answer for name in names), answer
             other.remove()
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(32, 16))
+
+    def forward(self, places: Tensor) -> Tensor:
+        return functional.embedding(places, self.table, sparse=True)
+
+
+@case
+def sparse() -> None:
+    model, handle = registered(Table(), {})
+    refused(lambda: model(torch.arange(4)).sum().backward(), "parameter table", "sparse=False")
+    handle.remove()
 
 
 @case

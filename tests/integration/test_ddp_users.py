@@ -38,6 +38,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "edgc released": {**EDGC, "entropy": {**EDGC["entropy"], "estimator": "released"}},
     "edgc int8 after int4": {**EDGC, "factor_dtype": "int8", "warmup_bits": 4, "error_dtype": "bf16"},
     "edgc spectral": {**EDGC, "policy": "spectral", "target_error": 0.7},
+    "powersgd one-sided": {"method": "powersgd", "rank": 4, "one_sided": True, **SMALL},
     "powersgd bf16": {"method": "powersgd", "rank": 4, "factor_dtype": "bf16", **SMALL},
     "quantize": {"method": "quantize", "bits": 4, **SMALL},
     "topk": {"method": "topk", "density": 0.1, **SMALL},

@@ -99,6 +99,7 @@ def skips() -> None:
         **{name: settings for name, settings in EACH.items() if name != "edgc"},
         "int8": {"method": "powersgd", "rank": 8, "factor_dtype": "int8", "error_dtype": "bf16"},
         "topk_dgc": settings_of("topk_dgc"),
+        "one-sided": {**POWERSGD, "one_sided": True},
     }
     each.pop("powersgd", None)
     kinds = {"": {}, ", overlap": SMALL_BUCKETS, ", shards": {**SMALL_BUCKETS, "distributed_optimizer": True}}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -12,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.checkpoints import manifest, rank_files
+from edgc.checkpoints import manifest, rank_files, unpickling
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.errors import UserError
 from edgc.megatron import checkpoint
@@ -274,6 +278,81 @@ def test_a_manifest_lists_what_it_says(tmp_path: Path) -> None:
     assert manifest.read(tmp_path).about == {"x": [1, "ü"]}
     with pytest.raises(DamagedCheckpoint, match="does not list b"):
         manifest.check(tmp_path, manifest.read(tmp_path), ["b"])
+
+
+# ------------------------------------------------------------------ files of others
+
+
+class Evil:
+    """Makes the folder ``path`` where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def saved(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def distributed(folder: Path, content: Any) -> None:
+    """Tensors and an object, as torch and Megatron leave them, and what Megatron has in common."""
+    state = {"weight": torch.arange(6.0).view(2, 3).bfloat16(), "more": {"object": content, "n": 1}}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    (folder / "common.pt").write_bytes(saved({"iteration": 4, "groups": [{"lr": 0.1}]}))
+
+
+@pytest.mark.parametrize(
+    ("file", "how"),
+    [
+        *((".metadata", how) for how in ("code", "no pickle", "another value")),
+        *(("edgc/rank_00000.pt", how) for how in ("code", "another value")),
+        ("common.pt", "code"),
+        ("__0_0.distcp", "code"),
+    ],
+)
+def test_what_lies_in_a_checkpoint_runs_no_code(tmp_path: Path, file: str, how: str) -> None:
+    """Although sizes and checksums say that every file is what was written."""
+    made = tmp_path / "made"
+    published(tmp_path, 2)
+    with checkpoint.publish(tmp_path, 4) as folder:
+        distributed(folder, Evil(made) if file == "__0_0.distcp" else [1, "a", torch.ones(2)])
+        checkpoint.save(folder, attachment(engine_state(1)), iteration=4)
+    folder = tmp_path / "iter_0000004"
+    if file != "__0_0.distcp":
+        write = pickle.dumps if file == ".metadata" else saved
+        content = {"code": write(Evil(made)), "another value": write(3), "no pickle": b"abc"}[how]
+        (folder / file).write_bytes(content)
+        for inner in (folder / "edgc", folder):
+            known = manifest.read(inner)
+            files = {name: manifest.entry(inner / name) for name in known.files}
+            manifest.write(inner, Manifest(known.about, files))
+    if file.startswith("edgc"):
+        checkpoint.check(folder)
+        with pytest.raises(DamagedCheckpoint) as refused:
+            checkpoint.load(folder, attachment({}))
+    else:
+        with pytest.raises(DamagedCheckpoint) as refused:
+            checkpoint.check(folder)
+        lines: list[str] = []
+        assert checkpoint.latest(tmp_path, report=lines.append) == tmp_path / "iter_0000002"
+        assert len(lines) == 1 and f"(file {file} " in lines[0]
+    assert refused.value.file == file and "\n" not in str(refused.value)
+    assert ("asks for posix.mkdir, which may run code" in str(refused.value)) == (how == "code")
+    assert not made.exists()
+
+
+def test_a_checkpoint_of_torch_holds_data_only(tmp_path: Path) -> None:
+    distributed(tmp_path, [1, "a", torch.ones(2)])
+    unpickling.check(tmp_path)
+    unpickling.check(tmp_path / "none")
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"file __0_0.distcp cannot be read \(FileNotFoundError"):
+        unpickling.check(tmp_path)
 
 
 # ------------------------------------------------------------------ other layouts

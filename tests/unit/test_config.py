@@ -33,7 +33,7 @@ def test_the_preset_is_the_paper_to_the_letter() -> None:
     assert (config.r_max, config.r_min, config.lower_rank(64)) == (None, None, 16)
     entropy = config.entropy
     assert (entropy.iteration_rate, entropy.entry_rate, entropy.sampling) == (0.1, 0.25, "random")
-    assert config.error_feedback
+    assert config.error_feedback and not config.one_sided
     assert (config.factor_dtype, config.error_dtype) == ("fp32", "fp32")
 
 
@@ -50,6 +50,7 @@ def test_the_preset_is_the_paper_to_the_letter() -> None:
         ({"entropy": {"entry_rate": math.nan}}, "entropy.entry_rate (beta) = nan"),
         ({"entropy": {"estimator": "kde"}}, "entropy.estimator = 'kde'"),
         ({"entropy": {"sampling": "stride"}}, "entropy.sampling = 'stride'"),
+        ({"entropy": {"source": "both"}}, "entropy.source = 'both'"),
         ({"entropy": {"seed": -1}}, "entropy.seed = -1"),
         ({"method": "edgc", "policy": "schedule"}, "schedule is missing"),
         ({**SCHEDULE, "schedule": []}, "schedule = []"),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from edgc.config import EDGCConfig
 from edgc.control.adaptive import make_controller
 from edgc.control.controller import Controller, Decision, Plan
+from edgc.control.policies.spectral import SpectralConfig
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.control.settings import GivenConfig, PolicyConfig
 from edgc.errors import UserError
@@ -180,6 +181,12 @@ def power_law(exponents: Sequence[Sequence[float | None]]) -> Curves:
 SPECTRAL: list[tuple[str, dict[str, Any], list[Any], list[tuple[int | None, ...]]]] = [
     ("down to the target", {}, [[1.0]], [(64,), (56,), (48,), (40,), (32,), (24,), (24,), (24,)]),
     ("step limit", {"step_limit": 100}, [[1.0]], [(64,)] + [(24,)] * 7),
+    (
+        "monotone",
+        {"step_limit": 100, "monotone": True},
+        [[0.87], [1.0], [1.0], [0.5]],
+        [(64,), (40,), (32,), (28,)] + [(28,)] * 4,
+    ),
     ("no spectra once", {}, [[1.0], [None], [1.0]], [(64,), (56,), (56,), (48,), (40,), (32,), (24,), (24,)]),
     ("stages on their own", {"step_limit": 100}, [[1.0, 0.87]], [(64, 64)] + [(24, 40)] * 7),
     ("one stage unknown", {"step_limit": 100}, [[1.0, None]], [(64, 64)] + [(24, 64)] * 7),
@@ -366,6 +373,7 @@ def stories(draw: st.DrawFn) -> Story:
         alignment=draw(st.sampled_from(["off", "measured"])),
         entropy=EntropyConfig(iteration_rate=1.0),
         target_error=draw(st.floats(0.01, 1)),
+        monotone=draw(st.booleans()),
         cost_gate=draw(st.booleans()),
         gate_interval=draw(st.integers(1, 40)),
         remeasure_above=draw(st.sampled_from([0.05, 0.2, None])),
@@ -414,6 +422,8 @@ def test_limits_hold_in_every_run(story: Story) -> None:
         assert isinstance(settings_, GivenConfig) or abs(new - old) <= settings_.step_limit
     if moves:
         assert moves[0] in (given or (controller.r_max,))
+    if isinstance(settings_, SpectralConfig) and settings_.monotone:
+        assert all(new <= old for old, new in pairwise(moves) if old is not None and new is not None)
     gated = [i for i, plan in enumerate(plans, start=1) if plan.gate]
     assert not gated or settings_.cost_gate
     for iteration, plan in enumerate(plans, start=1):

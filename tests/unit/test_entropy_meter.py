@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from edgc.compressors import Gradient
+from edgc.compressors import Channel, Gradient
 from edgc.config import EDGCConfig
 from edgc.control.adaptive import make_controller
 from edgc.control.policies.base import History, Means, WindowEnd
@@ -120,6 +120,22 @@ def test_nobody_waits_while_the_gradients_come_in_where_the_host_looks_at_no_val
         meter = EntropyMeter(config(entropy=entropy, record_full_entropy=True), ["words"])
         with masked_path(masked), nullcontext() if masked else pytest.raises(HostRead), NoHostReads():
             meter.add(1, gradients())
+
+
+@pytest.mark.parametrize("source", ["local", "reduced"])
+def test_entropy_of_what_a_reduction_is_given_or_leaves(source: str) -> None:
+    class Doubled(Channel):
+        def mean_(self, tensor: torch.Tensor) -> None:
+            tensor.mul_(2)
+
+    settings, meter = config(entropy={"source": source}), EntropyMeter(config())
+    engine = Engine(settings, stage=0, stages=[[*SHAPES.values()]], iterations=16, open_channel=Doubled)
+    engine.reduce(gradients(), None)
+    engine.end_iteration()
+    meter.add(1, gradients())
+    assert engine.last is not None
+    doubled = math.log(2) if source == "reduced" else 0  # what twice the entries add
+    assert engine.last.entropy == pytest.approx(meter.close().sampled + doubled)
 
 
 def test_the_decision_says_how_much_each_kind_has() -> None:

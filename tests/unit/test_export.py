@@ -146,12 +146,14 @@ def both(folder: Path, section: str, **values: Any) -> None:
     edit(folder / "checkpoint" / "run.yaml", section, **values)
 
 
+CODE = b"cposix\nabort\n(tR."  # a pickle that ends the process
 BAD = {
     "unfinished": (lambda run: (run / "status").unlink(), "not finished"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoint"), "left no checkpoint"),
     "bert": (lambda run: both(run, "model", architecture="bert"), "architecture = 'bert' cannot be exported"),
     "other size": (lambda run: both(run, "model", hidden=64), "does not hold this model"),
     "torn": (lambda run: (run / "checkpoint" / ".metadata").unlink(), "does not hold this model"),
+    "code": (lambda run: (run / "checkpoint" / ".metadata").write_bytes(CODE), "metadata asks for posix.abort"),
     "data": (lambda run: edit(run / "run.yaml", "provenance", data_fingerprint="0"), "fingerprint is not"),
 }
 

@@ -36,6 +36,7 @@ METHODS: dict[str, Callable[[], Compressor]] = {
     "fp32": power_sgd,
     "int8": lambda: power_sgd(factor_dtype="int8"),
     "int4": lambda: power_sgd(factor_dtype="int4"),
+    "one-sided int4": lambda: power_sgd(one_sided=True, factor_dtype="int4"),
     "bf16 errors": lambda: power_sgd(error_dtype="bf16"),
     "quantize 2": QuantizeConfig(bits=2).build,
     "topk": TopKConfig(density=0.05).build,
@@ -169,7 +170,7 @@ def test_estimate_is_within_a_tenth_of_the_truth(method: str, world: int, regime
         assert worker == pytest.approx(true, rel=0.02), "workers that see the same keep what the mean lacks"
 
 
-@pytest.mark.parametrize("method", ["fp32", "int4"])
+@pytest.mark.parametrize("method", ["fp32", "one-sided int4"])
 def test_estimate_where_nobody_may_look(method: str) -> None:
     """The way of a GPU, on a CPU."""
     with masked_path():

@@ -93,6 +93,7 @@ def quantised(buckets: int, **options: str | int) -> int:
     "options",
     [
         {"method": "powersgd", "rank": RANK, "factor_dtype": "int4"},
+        {"method": "powersgd", "rank": RANK, "factor_dtype": "int8", "one_sided": True},
         {"method": "quantize", "bits": 4},
     ],
 )

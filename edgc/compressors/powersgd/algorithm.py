@@ -14,6 +14,9 @@ so that mean_w(M^ + E_w) = mean_w(M_w) at every step. The error uses the worker'
 differences between workers would pile up in the errors and never drain. Where factors are sent in fewer bits, Q_w
 stands for what of it got across (:class:`Wire`), so E_w keeps the rest.
 
+One-sided, a step sends only one factor and the other is the orthonormalised one of the step before: Q^ known and
+P_w = M_w Q^ sent, E_w = M_w - P_w Q^^T; then P^ known and Q_w = M_w^T P^ sent; and so on in turn.
+
 The statistics ||E_w||^2 = ||M_w||^2 - ||Q_w||^2 and the singular values of M^, which are those of Q, cost no pass over
 a matrix.
 
@@ -59,7 +62,7 @@ class PowerSGD(KeepsErrors):
 
     def __init__(self, config: LowRankConfig) -> None:
         self.config = config
-        self.error_feedback = config.error_feedback
+        self.one_sided, self.error_feedback = config.one_sided, config.error_feedback
         self._state = State(config)
         self.errors = self._state.errors
         self.held = {}
@@ -69,13 +72,13 @@ class PowerSGD(KeepsErrors):
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """Q by name, n x r, with a norm of about one."""
+        """Q by name, n x r (one-sided: or P, m x r), with a norm of about one."""
         return self._state.factors
 
     def waits(self, rank: int | None) -> int:
         if rank is None:
             return 1
-        return 4 if self.config.factor_dtype in QUANTISED_BITS else 2
+        return (1 if self.one_sided else 2) * (2 if self.config.factor_dtype in QUANTISED_BITS else 1)
 
     def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         work = self._workspace(gradients, rank)
@@ -89,8 +92,9 @@ class PowerSGD(KeepsErrors):
         dense = [gradient.tensor for gradient in plain]
         if work.groups:
             members = [[gradients[i] for i in places] for places in work.factored]
-            arrived = yield from self._average_factors(work, members, dense, channel)
-            ok = self._finish(work, members, arrived, statistics)
+            average = self._one_sided if self.one_sided else self._two_sided
+            ok = yield from average(work, members, dense, channel)
+            self._finish(work, members, ok, statistics)
         else:
             work.dense.start(dense, channel)
             yield
@@ -109,8 +113,8 @@ class PowerSGD(KeepsErrors):
         if drained:
             self._forget(drained, ok)
 
-    def _average_factors(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
-        """Send both factors; returns if the first message was finite, without which there is no second."""
+    def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
+        """Send both factors; returns if the messages were finite. If the first was not, there is no second."""
         passes = work.passes
         for at in work.together:
             groups, gradients = work.groups[at], members[at]
@@ -136,7 +140,26 @@ class PowerSGD(KeepsErrors):
             yield
         else:
             yield from work.wire.mean(work.second, channel)
-        return ok
+        return ok & finite([work.second], work.device)
+
+    def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
+        """Send the factor that the known one gives; returns if the message was finite."""
+        passes, size = work.passes, work.lay_out_one_sided()
+        for at in work.together:
+            groups, gradients = work.groups[at], members[at]
+            # Columns are orthonormal, which those of a right factor are rows of.
+            turned = [group.side == RIGHT for group in groups]
+            passes.orthonormalise(
+                [f.mT if t else f for f, t in zip((g.factor(g.side) for g in groups), turned, strict=True)],
+                [g.basis.mT if t else g.basis for g, t in zip(groups, turned, strict=True)],
+            )
+            passes.load(groups, gradients)
+            for group in groups:
+                if group.side == LEFT:
+                    passes.right_factor(group)
+            self._hold(gradients, [group.own for group in groups])
+        message = work.first[:size].copy_(work.own[:size])
+        return finite((yield from self._first_message(work, message, dense, channel)), work.device)
 
     def _first_message(
         self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
@@ -158,14 +181,11 @@ class PowerSGD(KeepsErrors):
                 if self._holds(gradient):
                     factor[i].mul_(0)
 
-    def _finish(self, work: Workspace, members: Members, ok: Tensor, statistics: Statistics) -> Tensor:
-        """Write M^ and E, count, and keep the factor for the next step, if the second message is finite, too."""
+    def _finish(self, work: Workspace, members: Members, ok: Tensor, statistics: Statistics) -> None:
+        """Write M^ and E, count, and keep the factor for the next step, if all messages were finite."""
         passes = work.passes
         if passes.decides and not ok:
-            return ok
-        ok = ok & finite([work.second], work.device)
-        if passes.decides and not ok:
-            return ok
+            return
         if not passes.decides:
             # So the products are not finite on any worker, without anybody looking.
             work.second.masked_fill_(~ok, math.nan)
@@ -189,7 +209,6 @@ class PowerSGD(KeepsErrors):
         held = {gradient.name: ok for group in members for gradient in group if self._holds(gradient)}
         if held:
             self._then(partial(self.held.update, held))
-        return ok
 
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
@@ -197,7 +216,13 @@ class PowerSGD(KeepsErrors):
             if group.error is not None and group.spare is not None:
                 group.error, group.spare = group.spare, group.error
                 self.errors.update(zip(group.names, group.error, strict=True))
-        work.passes.keep([group.mean for group in work.groups], [group.right for group in work.groups], ok)
+        factors = [group.factor(group.sent) for group in work.groups]
+        replaced = work.passes.keep([group.mean for group in work.groups], factors, ok)
+        if self.one_sided:
+            # The next step begins with the other factor only if there is one: after a gradient of zeros or one that is
+            # not finite there may be none yet.
+            for group, flags in zip(work.groups, replaced, strict=True):
+                group.turn(flags.all())
         if not work.registered:
             self._state.commit(work.groups)
             work.registered = True
@@ -224,6 +249,7 @@ class PowerSGD(KeepsErrors):
     def _discard(self, names: set[str]) -> None:
         """A name has one workspace: those with any of these names are of buckets, ranks or errors that are gone."""
         gone = {id(self._workspaces[name]) for name in names & self._workspaces.keys()}
+        self._state.release([name for name, work in self._workspaces.items() if id(work) in gone])
         self._workspaces = {n: w for n, w in self._workspaces.items() if id(w) not in gone}
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:
@@ -277,8 +303,8 @@ class Workspace:
         dense: messages of the gradients that are not factored, :attr:`plain` their positions; :attr:`factored` those of
             every group.
         wire: what factors are sent through; None where they are sent as they are, in fp32.
-        first, second: flat messages of factors.
-        own: this worker's part of the second, laid out like it.
+        first, second: flat messages of factors; one-sided the same one.
+        basis, own: flat buffers of bases, and of this worker's part of the second message, laid out like it.
     """
 
     def __init__(
@@ -298,7 +324,10 @@ class Workspace:
         members = {i for group in self.factored for i in group}
         self.plain = [i for i in range(len(gradients)) if i not in members]
         device = self.device = gradients[0].tensor.device
-        first, second = (sum(self._sizes(side)) for side in (LEFT, RIGHT))
+        lefts, rights = [LEFT] * len(groups), [RIGHT] * len(groups)
+        sizes = self._sizes(lefts), self._sizes(rights)
+        # One-sided, every matrix may have either of its factors sent.
+        first, second = [sum(map(max, *sizes))] * 2 if config.one_sided else map(sum, sizes)
 
         def flat(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)
@@ -306,28 +335,41 @@ class Workspace:
         in_message = config.factor_dtype == "fp32"
         self.dense = Dense([gradients[i].tensor for i in self.plain], first if in_message else 0, device)
         self.first = self.dense.room if in_message and groups else flat(first)
-        self.second, self.own = flat(second), flat(second)
+        self.second = self.first if config.one_sided else flat(second)
+        self.basis, self.own = flat(first), flat(second)
         bits = QUANTISED_BITS.get(config.factor_dtype)
         # Blocks of a quantiser run down the columns of a factor.
         self._by_columns = bits is not None
         self.wire = None if in_message else Wire(max(first, second), device, Blocks(bits) if bits else None)
-        self._carve("summed", self.first, LEFT)
-        self._carve("basis", flat(first), LEFT)
-        self._carve("own", self.own, RIGHT)
-        self._carve("mean", self.second, RIGHT)
+        if config.one_sided:
+            return
+        self._carve("summed", self.first, lefts)
+        self._carve("basis", self.basis, lefts)
+        self._carve("own", self.own, rights)
+        self._carve("mean", self.second, rights)
         if bits if config.orthonormal_q is None else config.orthonormal_q:
-            self._carve("start", flat(second), RIGHT)
+            self._carve("start", flat(second), rights)
         else:
             for group in groups:
                 group.start = group.right
 
-    def _sizes(self, side: int) -> list[int]:
-        return [len(group.names) * group.rank * group.shape[side] for group in self.groups]
+    def lay_out_one_sided(self) -> int:
+        """Place what the sides that are next need; returns the size of the message."""
+        sent = [group.sent for group in self.groups]
+        self._carve("basis", self.basis, [group.side for group in self.groups])
+        self._carve("own", self.own, sent)
+        self._carve("mean", self.first, sent)
+        for group in self.groups:
+            group.start, group.summed = group.basis, group.own
+        return sum(self._sizes(sent))
 
-    def _carve(self, name: str, flat: Tensor, side: int) -> None:
+    def _sizes(self, sides: Sequence[int]) -> list[int]:
+        return [len(g.names) * g.rank * g.shape[side] for g, side in zip(self.groups, sides, strict=True)]
+
+    def _carve(self, name: str, flat: Tensor, sides: Sequence[int]) -> None:
         """Give every group its part of a flat buffer, one after another."""
-        sizes = self._sizes(side)
-        for group, part in zip(self.groups, flat[: sum(sizes)].split(sizes), strict=True):
+        sizes = self._sizes(sides)
+        for group, side, part in zip(self.groups, sides, flat[: sum(sizes)].split(sizes), strict=True):
             count, rank, length = len(group.names), group.rank, group.shape[side]
             if side == RIGHT:
                 view = part.view(count, rank, length)

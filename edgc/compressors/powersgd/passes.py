@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Gradient, square_sum, square_sums, within
-from edgc.runtime.device import reduced_products
+from edgc.runtime.device import HostCopy, reduced_products
 
 LEFT, RIGHT = 0, 1
 # Entries of a block: 4 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right
@@ -62,13 +62,14 @@ class Group:
         names, shape, rank: of the parameters; m x n; r <= min(m, n).
         error: [B, m, n], E in its own type; None without error feedback.
         spare: like ``error``, and takes the new E, so that the old one stays until the step is settled.
-        right: [B, r, n], the warm-started Q.
+        right, left: [B, r, n], [B, m, r]: the warm-started Q and, if one-sided, P.
         drawn: names whose factor is random and new.
         gradients: of this call, one a name.
         m: [B, m, n], fp32, G and then M; ``in_place`` if that is the gradients' own memory.
         gradient_sq, input_sq: squared norms of G and M, [B], fp64.
         start, summed, basis, own, mean: of the call under way, in the workspace's flat buffers: Q~; P before and
-            after orthogonalisation; the factor that this worker sends; its mean.
+            after orthogonalisation; the factor that this worker sends; its mean. One-sided, the basis is that of the
+            known factor, and P is what this worker sends in every other call.
     """
 
     names: Sequence[str]
@@ -77,6 +78,8 @@ class Group:
     error: Tensor | None
     spare: Tensor | None
     right: Tensor
+    left: Tensor | None = None
+    _side: int = RIGHT
     drawn: set[str] = field(default_factory=set)
     gradients: Sequence[Tensor] = ()
     in_place: bool = False
@@ -88,7 +91,34 @@ class Group:
     basis: Tensor = field(init=False)
     own: Tensor = field(init=False)
     mean: Tensor = field(init=False)
+    _turns: HostCopy | None = None
     _memory: Tensor | None = None
+
+    def turn(self, flag: Tensor) -> None:
+        """The next call begins with the other side, if ``flag``, a 0-dim bool tensor."""
+        self._turns = HostCopy(flag)
+
+    @property
+    def side(self) -> int:
+        """Side of the factor that the next call begins with; on a GPU the host may wait here."""
+        turns, self._turns = self._turns, None
+        if turns is not None and turns.read():
+            self._side = LEFT if self._side == RIGHT else RIGHT
+        return self._side
+
+    @property
+    def sent(self) -> int:
+        """Side of the factor whose mean ends a call: the right one or, one-sided, the other than it begins with."""
+        return LEFT if self.left is not None and self.side == RIGHT else RIGHT
+
+    def factor(self, side: int) -> Tensor:
+        factor = self.right if side == RIGHT else self.left
+        assert factor is not None
+        return factor
+
+    def pair(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Left and right factor of the product of the basis and ``factor``."""
+        return (factor, self.basis) if self.sent == LEFT else (self.basis, factor)
 
     def bind(self, gradients: Sequence[Gradient]) -> None:
         """Take the gradients of a call."""
@@ -152,7 +182,7 @@ class RowBlocks:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def load(self, xs: Sequence[Group], gradients: Members) -> None:
-        """M = G + E, the norms, and this worker's part M Q~ of P, for the gradients of every x."""
+        """M = G + E, the norms and, but where P is the known factor, this worker's part M Q~ of P, for every x."""
         for x, g in zip(xs, gradients, strict=True):
             x.bind(g)
             gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
@@ -167,21 +197,22 @@ class RowBlocks:
                     block.add_(error if error.dtype == torch.float32 else self._room(error).copy_(error))
                     norm = square_sum(block.view(-1))
                 input_sq[i] += norm
-                product(block, x.start[i].mT, x.summed[i, rows])
+                if x.side == RIGHT:
+                    product(block, x.start[i].mT, x.summed[i, rows])
             x.gradient_sq, x.input_sq = _fp64(gradient_sq), _fp64(input_sq)
 
     def right_factor(self, x: Group) -> None:
-        """Q_w = P^^T M."""
+        """Q_w = P^^T M, which this worker sends."""
         for matrix, basis, factor in zip(x.m, x.basis, x.own, strict=True):
             product(basis.mT, matrix, factor)
 
     def store(self, xs: Sequence[Group], errors_sq: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
-        """E = M - P^ Q_w^T and G = P^ Q^T, for every x; M is gone afterwards.
+        """E = M - P^ Q_w^T and G = P^ Q^T (one-sided: or P_w Q^^T, P Q^^T), for every x; M is gone afterwards.
 
         What a gradient's type cannot hold of the product goes to E.
 
         Args:
-            errors_sq: ||E||^2 as it follows from ||M||^2 - ||Q_w||^2, [B] each.
+            errors_sq: ||E||^2 as it follows from ||M||^2 and the norm of what this worker sends, [B] each.
             finite: whether the means are. On a CPU they must be; on a GPU, where nobody looks, E stays as it was if
                 they are not, and G is whatever the product of the means is.
 
@@ -194,16 +225,17 @@ class RowBlocks:
         cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
         measured = [0.0] * len(x.names)
         narrow = x.gradients[0].dtype != torch.float32
+        (own_left, own_right), (mean_left, mean_right) = x.pair(x.own), x.pair(x.mean)
         for i, rows in _blocks(x):
             block, gradient = x.m[i, rows], x.gradients[i][rows]
             if x.error is not None or cancelled[i]:
                 if reduced_products():
-                    block.sub_(product(x.basis[i, rows], x.own[i], self._room(block)))
+                    block.sub_(product(own_left[i, rows], own_right[i], self._room(block)))
                 else:
-                    block.addmm_(x.basis[i, rows], x.own[i], alpha=-1)
+                    block.addmm_(own_left[i, rows], own_right[i], alpha=-1)
                 if cancelled[i]:
                     measured[i] += square_sum(block.view(-1))
-            left, right = x.basis[i, rows], x.mean[i]
+            left, right = mean_left[i, rows], mean_right[i]
             if narrow:
                 result = product(left, right, self._room(block))
                 block.add_(result)
@@ -218,17 +250,23 @@ class RowBlocks:
         known = zip(error_sq.tolist(), cancelled, measured, strict=True)
         return _fp64([exact if small else error for error, small, exact in known])
 
-    def keep(self, means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> None:
+    def keep(self, means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         """Every factor becomes its mean, both [B, ., .], scaled by a power of two to a norm of about one each.
 
         So no scale of the gradients underflows in M Q, and no bit changes. A matrix that is zero, or as good as that
         (:data:`TINY_SQ`), leaves the old factor: from zero it could never recover; and so does, on a GPU, one that is
         not finite.
+
+        Returns:
+            Of every factor which of its matrices were replaced, [B] bool; on a GPU nobody has looked at it.
         """
+        replaced = []
         for mean, factor, norms in zip(means, factors, square_sums(means), strict=True):
             for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
                 if norm > TINY_SQ:
                     torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
+            replaced.append(norms > TINY_SQ)
+        return replaced
 
     def orthonormalise(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Every out becomes a basis, with orthonormal columns, of a space that contains the columns of its x.
@@ -321,15 +359,16 @@ class Batched(RowBlocks):
             for (x, _), sums in zip(owing, square_sums([x.m for x, _ in owing]), strict=True):
                 x.input_sq = sums
         for x in xs:
-            torch.bmm(x.m, x.start.mT, out=x.summed)
+            if x.side == RIGHT:
+                torch.bmm(x.m, x.start.mT, out=x.summed)
 
     def right_factor(self, x: Group) -> None:
         torch.bmm(x.basis.mT, x.m, out=x.own)
 
     def _store(self, x: Group, error_sq: Tensor, finite: Tensor) -> Tensor:
         if x.error is not None:
-            x.m.baddbmm_(x.basis, x.own, alpha=-1)
-        left, right = x.basis, x.mean
+            x.m.baddbmm_(*x.pair(x.own), alpha=-1)
+        left, right = x.pair(x.mean)
         narrow = x.gradients[0].dtype != torch.float32
         if narrow:
             for i, gradient in enumerate(x.gradients):
@@ -349,14 +388,16 @@ class Batched(RowBlocks):
                 torch._foreach_copy_(list(x.gradients), list(x.m))
         return error_sq
 
-    def keep(self, means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> None:
+    def keep(self, means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         counts = [len(mean) for mean in means]
         norms = torch.cat(square_sums(means))
         # The exponents of norms that are not finite or too small do not matter.
         scales = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None].split(counts)
-        masks = (norms > TINY_SQ).logical_and_(finite)[:, None, None].split(counts)
+        replaced = (norms > TINY_SQ).logical_and_(finite)
+        masks = replaced[:, None, None].split(counts)
         for mean, factor, scale, mask in zip(means, factors, scales, masks, strict=True):
             torch.where(mask, mean * scale, factor, out=factor)
+        return list(replaced.split(counts))
 
     def orthonormalise(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Make orthonormal as :meth:`RowBlocks.orthonormalise`, in a fixed sequence of operations: three passes in

@@ -46,6 +46,19 @@ class SimplePowerSGD:
         return [basis @ right.T for right in rights]
 
 
+class SimpleOneSided(SimplePowerSGD):
+    """Half an iteration a step, on either side in turn (ACP-SGD: Zhang et al., ICDCS 2023)."""
+
+    turned = False
+
+    def project(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        basis = torch.linalg.qr(self.factor).Q
+        factors = [(m.T if self.turned else m) @ basis for m in inputs]
+        parts = [basis @ f.T if self.turned else f @ basis.T for f in factors]
+        self.factor, self.turned = mean(factors), not self.turned
+        return parts
+
+
 def mean(messages: Sequence[Tensor]) -> Tensor:
     """All-reduce."""
     return torch.stack(list(messages)).mean(0)

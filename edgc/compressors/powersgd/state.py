@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from edgc.checks import need
 from edgc.compressors.base import Gradient, seeded
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.compressors.powersgd.passes import Group, batch_view
+from edgc.compressors.powersgd.passes import RIGHT, Group, batch_view
 from edgc.errors import UserError
 
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -58,38 +58,69 @@ class State:
     Attributes:
         error_dtype: of E; None for no error feedback.
         errors: E, m x n.
-        factors: Q, n x r, with a norm of about one.
         draws: how often random columns were drawn.
     """
 
     def __init__(self, config: LowRankConfig) -> None:
         self.error_dtype = _ERROR_DTYPES[config.error_dtype] if config.error_feedback else None
-        self.seed = config.seed
+        self.seed, self.one_sided = config.seed, config.one_sided
         self.errors: dict[str, Tensor] = {}
-        self.factors: dict[str, Tensor] = {}
         self.draws: dict[str, int] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._sides: dict[str, int] = {}
+        self._turning: dict[str, tuple[Group, int]] = {}  # one-sided: groups in use, whose side changes
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """Q, n x r (one-sided: or P, m x r), with a norm of about one."""
+        self._look()
+        return self._factors
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """Side of each factor, if one-sided."""
+        self._look()
+        return self._sides
+
+    def _look(self) -> None:
+        """Refer to the factors of the sides that are next. On a GPU the host may wait here, so a step does not ask."""
+        for name, (group, i) in self._turning.items():
+            self._refer(name, group, i)
+            self._sides[name] = group.side
+
+    def _refer(self, name: str, group: Group, i: int) -> None:
+        factor = group.factor(group.side)[i]
+        self._factors[name] = factor.mT if group.side == RIGHT else factor
+
+    def release(self, names: Iterable[str]) -> None:
+        """Groups with these names are used no more."""
+        self._look()
+        for name in names:
+            self._turning.pop(name, None)
 
     def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool) -> list[Group]:
-        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape together if they are
-        one tensor.
+        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape and side together if
+        they are one tensor.
 
         Raises:
             UserError: the state is of matrices of other shapes.
         """
         members: list[list[Gradient]] = []
+        sides = self.sides
         for gradient in sorted(gradients, key=lambda g: tuple(g.tensor.shape)):
             last = members[-1] if members and batched else []
             if (
                 last
                 and last[0].tensor.shape == gradient.tensor.shape
+                and sides.get(last[0].name, RIGHT) == sides.get(gradient.name, RIGHT)
                 and batch_view([g.tensor for g in [*last, gradient]]) is not None
             ):
                 last.append(gradient)
             else:
                 members.append([gradient])
-        return [self._group(group, rank) for group in members]
+        return [self._group(group, rank, sides.get(group[0].name, RIGHT)) for group in members]
 
-    def _group(self, members: Sequence[Gradient], rank: int) -> Group:
+    def _group(self, members: Sequence[Gradient], rank: int, side: int) -> Group:
         """Matrices of one shape with their state, in memory of their own or taken over."""
         rows, columns = members[0].tensor.shape
         rank, device, count = min(rank, rows, columns), members[0].tensor.device, len(members)
@@ -111,22 +142,23 @@ class State:
                         self.errors[gradient.name] = new
         right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
         spare = None if error is None else torch.empty_like(error)
-        group = Group([gradient.name for gradient in members], (rows, columns), rank, error, spare, right)
+        left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
+        group = Group([gradient.name for gradient in members], (rows, columns), rank, error, spare, right, left, side)
         self._begin(group)
         return group
 
     def _begin(self, group: Group) -> None:
         """The factors to begin with: the warm start, cut or extended to the rank, or random columns."""
-        length, rank = group.shape[1], group.rank
-        for name, factor in zip(group.names, group.right, strict=True):
-            q, draw = self.factors.get(name), self.draws.get(name, 0) + 1
+        length, rank, factors = group.shape[group.side], group.rank, self.factors
+        for name, factor in zip(group.names, group.factor(group.side), strict=True):
+            q, draw = factors.get(name), self.draws.get(name, 0) + 1
             if q is None or q.shape[1] < rank:
                 group.drawn.add(name)
             q = of_rank(q, rank, partial(random_factor, self.seed, draw, name, length))
             if q.shape[0] != length:
                 what = f"the warm start of {name} is {tuple(q.shape)}, but should have {length} rows"
                 raise UserError(what, fix="load the compressor's state of this very model")
-            factor.mT.copy_(q)
+            (factor.mT if group.side == RIGHT else factor).copy_(q)
 
     def commit(self, groups: Sequence[Group]) -> None:
         """Refer to the memory of groups whose first reduction has come to its end."""
@@ -136,7 +168,10 @@ class State:
                     self.draws[name] = self.draws.get(name, 0) + 1
                 if group.error is not None:
                     self.errors[name] = group.error[i]
-                self.factors[name] = group.right[i].mT
+                if self.one_sided:
+                    self._turning[name] = group, i
+                else:
+                    self._refer(name, group, i)
             group.drawn.clear()
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,21 +179,24 @@ class State:
         return {
             "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
             "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
+            "sides": dict(self.sides),
             "draws": dict(self.draws),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Copy everything from :meth:`to_dict`; workspaces made before are no longer of use.
 
-        Without error feedback no errors are taken over.
+        Without error feedback no errors are taken over, and factors only of as many sides as this state has.
 
         Raises:
             UserError: the state is of another method.
         """
-        need(state, ("errors", "factors", "draws"), "compressor")
+        need(state, ("errors", "factors", "sides", "draws"), "compressor")
         errors = {} if self.error_dtype is None else state["errors"]
         self.errors.clear()
         self.errors.update({name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()})
-        self.factors.clear()
-        self.factors.update({name: tensor.clone() for name, tensor in state["factors"].items()})
+        both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
+        self._factors = {name: tensor.clone() for name, tensor in state["factors"].items()} if both else {}
+        self._sides = dict(state["sides"]) if self.one_sided else {}
+        self._turning = {}
         self.draws = dict(state["draws"])

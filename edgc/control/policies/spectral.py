@@ -39,7 +39,8 @@ class Spectral(Policy):
                 reasons.append(f"{name}no spectra in this window, rank unchanged")
                 continue
             target, why = spectral(curve, end.grid, self.config.target_error)
-            ranks[stage] = self.config.step(old, target, end.r_min, end.r_max)
+            new = self.config.step(old, target, end.r_min, end.r_max)
+            ranks[stage] = min(new, old) if self.config.monotone else new
             reasons.append(f"{name}{why}; rank {old} -> {ranks[stage]}")
         return Move(tuple(ranks), "; ".join(reasons))
 
@@ -73,11 +74,14 @@ class SpectralConfig(SteppedConfig):
 
     Attributes:
         target_error: share of its norm that the mean over workers of M = G + E may lack.
+        monotone: the rank may fall and never rise again (a gentle decrease measured better than an increase at equal
+            bytes).
     """
 
     rule = Spectral
     policy: str = "spectral"
     target_error: float = 0.3
+    monotone: bool = False
 
     look = Look("EDGC (spectral)", "#009E73", "v", "-.")
 
