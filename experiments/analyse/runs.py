@@ -104,7 +104,7 @@ class Run:
     def events(self) -> dict[str, list[dict[str, Any]]]:
         """Events of ``metrics.jsonl`` by kind; ``UserError`` where the log is damaged."""
         events: dict[str, list[dict[str, Any]]] = {}
-        for event in outputs.read_events(self.path / outputs.LOG):
+        for event in outputs.read_log(self.path, self.status):
             events.setdefault(str(event["event"]), []).append(event)
         return events
 
@@ -157,7 +157,10 @@ class Run:
 
     def _probed(self, name: str) -> pd.DataFrame:
         path = self.path / name
-        return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        try:
+            return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        except (OSError, ValueError):  # of pyarrow's errors all are one of these
+            raise outputs.damaged(path, "is cut short or altered") from None
 
 
 def _numbers(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
@@ -176,7 +179,7 @@ def load_run(path: Path) -> Run:
     status = outputs.read_status(path)
     if status != outputs.UNFINISHED:
         outputs.check(path, FILES)
-    return Run(path, status, load_yaml(path / outputs.SETTINGS), outputs.read_summary(path))
+    return Run(path, status, load_yaml(path / outputs.SETTINGS), outputs.read_summary(path, status))
 
 
 def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:

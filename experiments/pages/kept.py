@@ -95,7 +95,8 @@ class Kept:
 
         ``study``, ``title``, ``question`` and ``simulated``; links to its ``tables``; ``runs``, each with its name,
         seed, status and, where its folder is here, ``href``; ``kept``, what is there of the runs, and ``archive``, a
-        link to where; ``provenance`` and its ``commits``, of several studies together where ``of_all``.
+        link to where; ``provenance``, its ``commits`` and the fingerprints of training's ``codes``, of several studies
+        together where ``of_all``.
         """
         return {name: self._made(name, study) for name, study in self.studies.items()}
 
@@ -115,6 +116,7 @@ class Kept:
             "archive": self.link(folder / archive.FOLDER / archive.SUMS) if kept else None,
             "provenance": record,
             "of_all": of_all,
+            "codes": as_list(record.get("code")),
             "commits": [
                 str(commit["commit"])[:COMMIT] + (" + changes" if commit.get("dirty") else "")
                 for commit in as_list(record.get("git"))

@@ -64,7 +64,8 @@ def _ranks(folder: Path, window: int, iterations: int) -> list[tuple[int, int]]:
     """Ranks of a finished run's windows after warm-up, each with the iteration that it came into force after."""
     pairs = []
     outputs.check(folder, (outputs.LOG,))
-    decisions = outputs.read_events(folder / outputs.LOG, "decision")
+    log = outputs.read_log(folder, outputs.read_status(folder))
+    decisions = [event for event in log if event["event"] == "decision"]
     for event in outputs.window_decisions(decisions, window, before=iterations):
         iteration, ranks = int(event["iteration"]), set(event["ranks"])
         if len(ranks) != 1 or None in ranks:

@@ -40,6 +40,7 @@ CHECKSUM_BYTES = 64 * 2**20  # larger files, such as weights, are recorded by th
 SETTINGS, LOG, SUMMARY, STATUS = "run.yaml", "metrics.jsonl", "summary.json", "status"
 NAMES = (SETTINGS, LOG, SUMMARY, STATUS)
 UNFINISHED = "unfinished"
+COMPLETE = ("ok", "diverged")  # went to their end
 
 
 class RunFolder:
@@ -221,10 +222,23 @@ def read_status(folder: Path) -> str:
     return status
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Content of ``summary.json``; empty where an unfinished or failed run has none."""
+def read_summary(folder: Path, status: str) -> dict[str, Any]:
+    """Content of ``summary.json``; empty where an unfinished or failed run has none, else ``UserError``."""
     path = folder / SUMMARY
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if not path.is_file() and status not in COMPLETE:
+        return {}
+    try:
+        return {**json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError):
+        raise damaged(path, "is missing, cut short or altered") from None
+
+
+def read_log(folder: Path, status: str) -> list[dict[str, Any]]:
+    """Events of ``metrics.jsonl``; ``UserError`` where that of a run that went to its end is missing or cut short."""
+    events = read_events(folder / LOG)
+    if status in COMPLETE and (not events or events[-1]["event"] != "end"):
+        raise damaged(folder / LOG, "is missing or cut short: it has no end event")
+    return events
 
 
 def read_events(path: Path, event: str | None = None) -> list[dict[str, Any]]:

@@ -196,12 +196,15 @@ class RunLog:
 
     Attributes:
         losses: of all steps, in nats per token; nan where a loss was not finite.
+        bytes_dense: what one replica sends in an uncompressed step, by the start of the run.
+        began: whether a step that counts has sent less, whatever later ones send.
     """
 
     def __init__(self, run: RunConfig, folder: Path, *, speaks: bool) -> None:
         self.run, self.speaks = run, speaks
         self.window = run.edgc.window * -(-SHORTEST_WINDOW // run.edgc.window)
         self.losses: list[float] = []
+        self.bytes_dense, self.began = 0, False
         if speaks:
             self._file = (folder / LOG).open("a", encoding="utf-8", buffering=1)
 
@@ -214,8 +217,11 @@ class RunLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event, as one whole line."""
-        if event == "step":
+        if event == "start":
+            self.bytes_dense = fields["bytes_dense"]
+        elif event == "step":
             self.losses.append(number(fields["loss"]))
+            self.began = self.began or (not fields["skipped"] and fields["bytes"] < self.bytes_dense)
         if self.speaks:
             self._file.write(json.dumps({"event": event, **plain(fields)}) + "\n")
 
@@ -234,8 +240,7 @@ class RunLog:
             seconds=seconds,
             stages=step.stages,
         )
-        compressed = any(stage["rank"] is not None for stage in step.stages)
-        if self.speaks and compressed and iteration % self.window == 0:
+        if self.speaks and self.began and iteration % self.window == 0:
             self._look_for_divergence(iteration)
 
     def _look_for_divergence(self, iteration: int) -> None:

@@ -19,6 +19,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import pyarrow
 import typer
-from pyarrow import parquet
+from pyarrow import ArrowException, parquet, types
 
 from edgc.errors import UserError
 from experiments.common import written_tables
@@ -40,6 +41,7 @@ from experiments.training import outputs
 from experiments.training.outputs import SETTINGS, STATUS
 
 FOLDER, SUMS = "runs", "SHA256SUMS"
+LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.+-]*)\.parquet")
 CURVES = "curves.csv"
 TEXTS = (outputs.SETTINGS, outputs.SUMMARY, outputs.STATUS)
 STEP, EVENT = "step", "event"
@@ -68,9 +70,8 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "sampling.parquet": ("sampling_ablation",),
 }
 TABLES = tuple(name for name in READERS if name.endswith(".parquet"))
-TIMINGS = (
-    "seconds_"  # fields of stages, which have six digits (experiments.training.run_log): float32, in older runs not
-)
+TIMINGS = "seconds_"  # fields of stages; float32 where all have six digits (experiments.training.run_log)
+LARGEST = 2**25, 2**26  # bytes of a file, and both bytes and values that it says are in it
 
 
 def damaged(where: Path, problem: str) -> UserError:
@@ -88,16 +89,22 @@ def pack(folder: Path, analysis: str | None) -> bytes:
     Raises:
         UserError: a file of the run is missing or damaged.
     """
+    status = outputs.read_status(folder)
     outputs.check(folder)
+    outputs.read_summary(folder, status)
     left = {name for name, readers in READERS.items() if analysis not in readers}
-    events = [event for event in outputs.read_events(folder / outputs.LOG) if event[EVENT] not in left]
-    steps = [_timed(_without(event, left), np.float32) if event[EVENT] == STEP else None for event in events]
+    events = [event for event in outputs.read_log(folder, status) if event[EVENT] not in left]
+    steps = [_without(event, left) if event[EVENT] == STEP else None for event in events]
     others = [json.dumps(event) if step is None else None for event, step in zip(events, steps, strict=True)]
     columns = {name: pyarrow.array([(folder / name).read_text()]) for name in TEXTS if (folder / name).is_file()}
+    if all(_timed(step, _six_digits) == step for step in steps if step):
+        steps = [step and _timed(step, np.float32) for step in steps]
     columns |= {STEP: pyarrow.array(steps), EVENT: pyarrow.array(others, pyarrow.string())}
-    for name in TABLES:
-        if name not in left and (folder / name).is_file():
-            columns[name] = parquet.read_table(folder / name).to_struct_array().combine_chunks()
+    for path in (folder / name for name in TABLES if name not in left and (folder / name).is_file()):
+        try:
+            columns[path.name] = parquet.read_table(path).to_struct_array().combine_chunks()
+        except (OSError, ArrowException):
+            raise outputs.damaged(path, "is cut short or altered") from None
     rows = max(map(len, columns.values()))
     table = pyarrow.table(
         {name: pyarrow.concat_arrays([a, pyarrow.nulls(rows - len(a), a.type)]) for name, a in columns.items()}
@@ -125,6 +132,10 @@ def _timed(step: dict[str, Any], change: Any) -> dict[str, Any]:
     return step | {"stages": stages}
 
 
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
 def _parquet(table: pyarrow.Table, floats: list[str], **options: Any) -> bytes:
     """A table as Parquet, the bytes of the columns ``floats`` apart from each other: these pack best."""
     buffer = io.BytesIO()
@@ -134,15 +145,28 @@ def _parquet(table: pyarrow.Table, floats: list[str], **options: Any) -> bytes:
 
 
 def files_of(content: bytes) -> dict[str, bytes]:
-    """The files of a run folder, ``status`` last, from the content of its Parquet file."""
+    """The files of a run folder, ``status`` last, from the content of its Parquet file.
+
+    Raises:
+        ValueError: it has other columns, or says of itself that it is larger than a run can be (``LARGEST``); any other
+            exception of pyarrow, or of a value of another kind, where it is no file of a run.
+    """
     file = parquet.ParquetFile(io.BytesIO(content))
-    leaves = map(file.schema.column, range(len(file.schema)))
-    six_digits = any(leaf.path.startswith(f"{STEP}.") and leaf.physical_type == "FLOAT" for leaf in leaves)
-    timing = (lambda value: float(f"{value:.6g}")) if six_digits else float
+    groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
+    leaves = [group.column(place) for group in groups for place in range(group.num_columns)]
+    sizes = (sum(leaf.total_uncompressed_size for leaf in leaves), sum(leaf.num_values for leaf in leaves))
+    # Only without a dictionary is a column in memory as large as the file says that it is.
+    if max(sizes) > LARGEST[1] or any("DICTIONARY" in name for leaf in leaves for name in leaf.encodings):
+        raise ValueError("it is larger than a run can be")
+    for field in file.schema_arrow:
+        fits = types.is_string if field.name in (*TEXTS, EVENT) else types.is_struct
+        if field.name not in (*TEXTS, STEP, EVENT, *TABLES) or not (fits(field.type) or types.is_null(field.type)):
+            raise ValueError(f"column {field.name!r} is none of a kept run")
+    six = any(leaf.path_in_schema.startswith(f"{STEP}.") and leaf.physical_type == "FLOAT" for leaf in leaves)
     table = file.read()
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     lines = [
-        text if step is None else json.dumps(_timed(step, timing))
+        text if step is None else json.dumps(_timed(step, _six_digits if six else float))
         for step, text in zip(columns[STEP].to_pylist(), columns[EVENT].to_pylist(), strict=True)
     ]
     files = {outputs.LOG: "".join(f"{line}\n" for line in lines if line is not None).encode()}
@@ -151,7 +175,8 @@ def files_of(content: bytes) -> dict[str, bytes]:
             buffer = io.BytesIO()
             parquet.write_table(pyarrow.Table.from_struct_array(columns[name].drop_null()), buffer)
             files[name] = buffer.getvalue()
-    return files | {name: columns[name][0].as_py().encode() for name in TEXTS if name in columns}
+    texts = [name for name in TEXTS if name in columns or name != outputs.SUMMARY]  # a run that failed may lack it
+    return files | {name: columns[name][0].as_py().encode() for name in texts}
 
 
 def checksums(kept: Path) -> dict[str, str]:
@@ -164,20 +189,27 @@ def checksums(kept: Path) -> dict[str, str]:
         UserError: the list is damaged.
     """
     path = kept / FOLDER / SUMS
-    lines = path.read_text().splitlines() if path.exists() else []
-    try:
-        return {name.removesuffix(".parquet"): digest for digest, name in (line.split("  ") for line in lines)}
-    except ValueError:
-        raise damaged(path, "a line of the list is not '<SHA-256>  <run>.parquet'") from None
+    if not path.exists():
+        return {}
+    *lines, rest = path.read_text(encoding="ascii", errors="replace").split("\n")
+    sums = {line[2]: line[1] for text in lines if (line := LINE.fullmatch(text))}
+    if rest or not 0 < len(lines) == len(sums):
+        raise damaged(path, "a line of the list is not '<SHA-256>  <run>.parquet', or two are of one run")
+    return sums
 
 
 def read(kept: Path, name: str) -> dict[str, bytes]:
-    """The files of run ``name``, ``status`` last; ``UserError`` where it is missing or altered."""
+    """The files of run ``name``, ``status`` last; ``UserError`` where it is missing, altered or a link."""
     path = kept / FOLDER / f"{name}.parquet"
-    content = path.read_bytes() if path.is_file() else b""
+    if path.is_symlink() or path.parent.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST[0]:
+        raise damaged(path, "it is missing, a link, or larger than a run can be")
+    content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != checksums(kept).get(name):
-        raise damaged(path, f"it is missing, or its checksum is not that of {SUMS}")
-    return files_of(content)
+        raise damaged(path, f"its checksum is not that of {SUMS}")
+    try:
+        return files_of(content)
+    except (ArrowException, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise damaged(path, str(error)) from None
 
 
 def unpack(kept: Path, folder: Path) -> list[str]:

@@ -43,12 +43,18 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"mean": statistics.
 
 
 class Condition(Settings):
-    """Bounds on the value, or the words that it may be."""
+    """One bound on the value, or the words that it may be; exactly one key is given."""
 
     at_most: float = math.inf
     at_least: float = -math.inf
     within: float = math.inf
     one_of: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Condition:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("a condition has exactly one key; give one of at_most, at_least, within, one_of")
+        return self
 
     def holds(self, value: Value) -> bool:
         if isinstance(value, str) or self.one_of:
@@ -89,6 +95,8 @@ class Claim(Settings):
     def _known(self) -> Claim:
         if self.measure not in MEASURES:
             raise ValueError(f"measure {self.measure} does not exist; use one of {', '.join(MEASURES)}")
+        if (self.kind == "simulated") != bool(self.depends):
+            raise ValueError("what is simulated says in `depends` on what it depends, and nothing else does")
         return self
 
     def combine(self, values: Sequence[Value], things: str = "runs") -> Value:

@@ -80,7 +80,7 @@ def results(folder: Path) -> Path:
     write(root / "gpt2_12p1b_h100" / "traces.csv", [{"entropy": "gpt", "gbits_per_second": 1}])
     (root / "methods" / "none-s1").mkdir()
     record = {"runs": 14, "versions": {"torch": "2.13.0"}, "git": {"commit": "0123456789abcdef", "dirty": True}}
-    record |= {"hardware": {"cpu": "A processor", "cores": 2, "gpus": [], "system": "Linux"}}
+    record |= {"code": ["a", "a+b"], "hardware": {"cpu": "A processor", "cores": 2, "gpus": [], "system": "Linux"}}
     (root / "methods" / "provenance.yaml").write_text(yaml.safe_dump(record))
     for name in ("methods", "gpt2_12p1b_h100"):
         picture(root / "figures" / f"{name}.png", (600, 300))

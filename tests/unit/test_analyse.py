@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -411,3 +412,33 @@ def test_command_line_takes_the_study_files_runs_and_reports_errors(
         main(STUDY, "ci", folder.parents[1])
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("error: 1 of 2 runs missing")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("metrics.jsonl", lambda content: content[: content.rindex(b"\n", 0, -1) + 1]),
+        ("metrics.jsonl", None),
+        ("summary.json", lambda content: content[:-9]),
+        ("summary.json", None),
+        ("tensors.parquet", lambda content: content[:-20]),
+    ],
+)
+def test_a_damaged_run_is_refused_and_no_table_is_written(
+    folder: Path, name: str, change: Callable[[bytes], bytes] | None
+) -> None:
+    """Without a manifest, as a restored run."""
+    damaged = folder / NAMES[0] / name
+    if name == "tensors.parquet":
+        pd.DataFrame({"stage": [0]}).to_parquet(damaged)
+    content = damaged.read_bytes()
+    damaged.unlink()
+    if change is not None:
+        damaged.write_bytes(change(content))
+    for table in folder.glob("*.csv"):
+        table.unlink()
+    with pytest.raises(UserError, match=r"run folder is damaged: .*is (missing|cut short)") as told:
+        _ = runs.load_run(folder / NAMES[0]).tensors
+        analyse(STUDY, folder)
+    assert f"(in {damaged})" in str(told.value) and f"delete the folder {damaged.parent}" in str(told.value)
+    assert not list(folder.glob("*.csv"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
@@ -72,9 +76,11 @@ def test_only_what_no_analysis_of_the_study_reads_is_left_out(study: Path) -> No
     log = archive.files_of(archive.pack(run, "entropy_trend"))["metrics.jsonl"].decode().splitlines()
     step = next(json.loads(line) for line in log if '"step"' in line)
     assert step["grad_norm"] == 0.1 and "lr" not in step and step["stages"][0].keys() >= {"rank", "entropy"}
-    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("0.0015,", "0.00150001,"))
-    timed = archive.files_of(archive.pack(run, "rank_sweep"))["metrics.jsonl"]
-    assert timed.count(b'"seconds_compress": 0.00150001}') == 2 * 160
+    text = (run / "metrics.jsonl").read_text()
+    for seconds in ("0.00150001", "0.0015000123"):  # in four bytes, or in eight
+        (run / "metrics.jsonl").write_text(text.replace("0.0015,", f"{seconds},"))
+        timed = archive.files_of(archive.pack(run, "rank_sweep"))["metrics.jsonl"]
+        assert timed.count(f'"seconds_compress": {seconds}}}'.encode()) == 2 * 160
 
 
 def test_tables_of_probes_come_back_to_the_last_bit(study: Path) -> None:
@@ -86,11 +92,15 @@ def test_tables_of_probes_come_back_to_the_last_bit(study: Path) -> None:
     table.to_parquet(path, index=False)
     assert "sampling.parquet" not in archive.files_of(archive.pack(path.parent, STUDY))
     packed = archive.pack(path.parent, "sampling_ablation")
+    content = path.read_bytes()
     path.write_bytes(archive.files_of(packed)["sampling.parquet"])
     back = pd.read_parquet(path)
     assert [list(ranks) for ranks in back["ranks"]] == list(table["ranks"])
     pd.testing.assert_frame_equal(back.drop(columns="ranks"), table.drop(columns="ranks"), check_exact=True)
     assert archive.pack(path.parent, "sampling_ablation") == packed
+    path.write_bytes(content[:-9])
+    with pytest.raises(UserError, match=f"run folder is damaged: .*{path}"):
+        archive.pack(path.parent, "sampling_ablation")
 
 
 def test_any_flipped_bit_of_what_is_kept_is_one_line_and_nothing_is_restored(kept: Path, tmp_path: Path) -> None:
@@ -103,15 +113,54 @@ def test_any_flipped_bit_of_what_is_kept_is_one_line_and_nothing_is_restored(kep
         assert "\n" not in str(told.value) and not (tmp_path / "again").exists()
 
     sums, path = kept / "runs" / archive.SUMS, kept / "runs" / f"{NAMES[1]}.parquet"
-    good = path.read_bytes()
-    for place in [*draws.choice(len(good) - 1, 20, replace=False), len(good) - 1]:
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << int(draws.integers(8))]) + good[place + 1 :])
-        refused(path, "checksum")
+    for changed in (path, sums):
+        good = changed.read_bytes()
+        for place in [*draws.choice(len(good) - 1, 20, replace=False), len(good) - 1]:
+            for bit in {7, int(draws.integers(8))}:
+                changed.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
+                refused(changed)
+        changed.write_bytes(good)
+    listed, good = sums.read_text(), path.read_bytes()
+    # What is no kept run although its checksum fits.
+    least = pyarrow.table({"run.yaml": ["x"], "status": ["ok\n"], "step": pyarrow.nulls(1), "event": ["{}"]})
+    for other, problem in (
+        (least, None),
+        (least.drop_columns("run.yaml"), "run.yaml"),
+        (least.drop_columns("step"), "step"),
+        (least.set_column(0, "run.yaml", pyarrow.nulls(1)), ""),
+        (least.append_column("../x", [["x"]]), "'../x' is none of a kept run"),
+        (least.append_column("tensors.parquet", [["x"]]), "'tensors.parquet' is none of a kept run"),
+        (least.set_column(2, "step", [[{"stages": 1}]]), ""),
+        (pyarrow.table({"status": pyarrow.nulls(2**26 + 1)}), "larger than a run"),
+        (pyarrow.table({"status": ["0" * 2**20] * 2**6}), "larger than a run"),
+        (None, ""),
+    ):
+        path.write_bytes(b"no table")
+        if other is not None:
+            parquet.write_table(other, path, use_dictionary=False, store_schema=False)
+        sums.write_text(listed.replace(*(hashlib.sha256(content).hexdigest() for content in (good, path.read_bytes()))))
+        if problem is None:
+            assert set(archive.read(kept, NAMES[1])) == {"metrics.jsonl", "run.yaml", "status"}
+        else:
+            refused(path, problem)
+    os.truncate(path, 2**25 + 1)
+    refused(path, "larger than a run")
+    # Names that lead elsewhere, lines of something else, links, and a run that is missing.
+    for name in ("../run", ".hidden", "a/b", "", "/root/run", NAMES[2]):
+        sums.write_text(listed.replace(f"{NAMES[0]}.", f"{name}."))
+        refused(sums, "a line of the list")
+    sums.write_text("<<<<<<< ours\n" + listed)
+    refused(sums, "a line of the list")
+    sums.write_text(listed)
     path.unlink()
     refused(path, "missing")
+    path.symlink_to(KEPT / STUDY / "runs" / path.name)
+    refused(path, "a link")
+    path.unlink()
     path.write_bytes(good)
-    sums.write_text("<<<<<<< ours\n" + sums.read_text())
-    refused(sums, "a line of the list")
+    path.parent.rename(kept / "elsewhere")
+    path.parent.symlink_to("elsewhere")
+    refused(path, "a link")
 
 
 def test_a_new_run_adds_a_file_and_rewrites_none(kept: Path, study: Path) -> None:

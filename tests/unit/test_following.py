@@ -144,3 +144,13 @@ def test_mistakes_are_named(studies: Path) -> None:
         (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, **change}))
         with pytest.raises(UserError, match=text):
             matrix.runs("tried", "ci")
+
+
+def test_a_checkpoint_of_other_compression_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
+    saved = lineage.checkpoint_settings(resolve(BASE, "test"), "abc")
+    lineage.refuse_other(saved, saved, tmp_path)
+    for key, value in (("window", 20), ("record_full_entropy", True), ("method", "bf16")):
+        other = {**saved, "compression": {**saved["compression"], key: value}}
+        with pytest.raises(UserError, match=rf"^compression\.{key} = .*, but the run's checkpoint has "):
+            lineage.refuse_other(other, saved, tmp_path)
+        lineage.refuse_other(other, saved, tmp_path, lineage.FREE_IN_WARM_UP)

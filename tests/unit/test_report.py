@@ -211,6 +211,7 @@ def test_runs_are_told_and_linked_where_their_folders_are(made: tuple[str, Any])
     text = words(tree.get_element_by_id("made-methods"))
     assert tree.xpath("//*[@id='made-methods']//a[@href='methods/none-s1']")
     assert not tree.xpath("//a[@href='methods/none-s2']") and "2 diverged, 12 ok" in text
+    assert "2 versions made these runs" in text
     assert "A processor, 2 cores, no GPU, Linux" in words(tree.get_element_by_id("made"))
 
 

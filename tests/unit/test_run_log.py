@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +64,21 @@ def test_a_loss_diverges_that_was_well_above_its_best_for_two_windows() -> None:
     loss, best = run_log.left_best([*one, *[6.5] * 8], 8) or (0, 0)
     assert loss == 6.5 and best == pytest.approx(4.7, abs=0.05)
     assert run_log.left_best([*one, *[4.9] * 8], 8) is None, "it came back"
+
+
+@pytest.mark.parametrize(("sent", "skipped", "named"), [(100, False, False), (20, False, True), (20, True, False)])
+def test_a_run_whose_method_has_no_ranks_diverges_even_if_it_went_dense_again(
+    tmp_path: Path, sent: int, skipped: bool, named: bool
+) -> None:
+    run = next(run for run in matrix.runs("methods", "ci") if run.edgc.method == "sign")
+    stages: list[dict[str, Any]] = [{"stage": 0, "rank": None}]
+    with RunLog(run, tmp_path, speaks=True) as log:
+        log.write("start", bytes_dense=100)
+        for iteration in range(1, 5 * log.window + 1):
+            compressed = iteration == 2 * log.window  # in one step, long before the loss rises
+            step = Step(
+                3.0 + (iteration > 3 * log.window), 1.0, sent if compressed else 100, stages, skipped and compressed
+            )
+            log.step(iteration, step, lr=1e-3, seconds=0.5)
+    events = read_events(tmp_path / "metrics.jsonl", "signature")
+    assert [event["iteration"] for event in events] == ([5 * log.window] if named else [])
