@@ -19,7 +19,7 @@ from experiments.spec.settings import FollowsConfig, RunConfig, resolve
 from experiments.training import lineage
 
 BASE: dict[str, Any] = matrix.runs("methods", "ci")[0].model_dump(mode="json")
-BASE |= {"study": "x", "variant": "cqm", "train": {**BASE["train"], "iterations": 100}}
+BASE |= {"study": "x", "variant": "cqm", "seed": 1, "train": {**BASE["train"], "iterations": 100}}
 BASE["compression"] = {"method": "edgc", "window": 10, "r_max": 32, "r_min": 8, "step_limit": 8}
 
 

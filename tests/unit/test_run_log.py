@@ -13,6 +13,7 @@ from edgc.compressors import Statistics
 from edgc.monitor import Iteration
 from edgc.runtime.channel import Stopwatch
 from experiments.spec import matrix
+from experiments.spec.settings import resolve
 from experiments.training import run_log
 from experiments.training.outputs import read_events
 from experiments.training.run_log import SECONDS, RunLog, Step
@@ -70,7 +71,8 @@ def test_a_loss_diverges_that_was_well_above_its_best_for_two_windows() -> None:
 def test_a_run_whose_method_has_no_ranks_diverges_even_if_it_went_dense_again(
     tmp_path: Path, sent: int, skipped: bool, named: bool
 ) -> None:
-    run = next(run for run in matrix.runs("methods", "ci") if run.edgc.method == "sign")
+    values = matrix.runs("methods", "ci")[0].model_dump(mode="json")
+    run = resolve({**values, "compression": {"method": "sign"}}, "test")
     stages: list[dict[str, Any]] = [{"stage": 0, "rank": None}]
     with RunLog(run, tmp_path, speaks=True) as log:
         log.write("start", bytes_dense=100)
