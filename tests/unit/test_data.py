@@ -195,7 +195,7 @@ def test_too_small_a_corpus(tmp_path: Path) -> None:
 def test_settings_are_found_by_name_and_the_first_run_with_a_path_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (DataConfig(source="stdlib", path="two", max_documents=number) for number in (1, 2))
     studies = {name: [SimpleNamespace(data=data)] for name, data in (("a", first), ("b", second))}
-    monkeypatch.setattr(matrix, "all_runs", lambda _: studies)
+    monkeypatch.setattr(matrix, "all_runs", lambda _: (studies, {}))
     assert matrix.data_config("ci", "two") == first
 
     monkeypatch.undo()
