@@ -103,7 +103,7 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
 
 def run_states(folder: Path, scale: str) -> dict[Path, str]:
     """Folder of every run -> its status; "" where it has not ended."""
-    paths = [folder / study / run.name for study, runs in matrix.all_runs(scale).items() for run in runs]
+    paths = [folder / study / run.name for study, runs in matrix.all_runs(scale)[0].items() for run in runs]
     ended = {path: path / "status" for path in paths}
     return {path: file.read_text(encoding="utf-8").strip() if file.is_file() else "" for path, file in ended.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from edgc.errors import UserError, nearest
@@ -17,6 +17,25 @@ def of_command_line() -> list[str]:
     from snakemake.cli import get_argument_parser
 
     return list(get_argument_parser().parse_known_args(sys.argv[1:])[0].targets)
+
+
+def check_studies(broken: Mapping[str, UserError], wanted: Sequence[str]) -> None:
+    """Warn of studies that cannot be read; ``UserError`` for one whose name, file or figure is wanted, or everything.
+
+    Args:
+        broken: what is wrong with each.
+        wanted: names, or paths of files; none: everything.
+    """
+    from experiments.common.figures import FIGURES  # reads the files of all figures, one of which may be wrong
+
+    asked, known = set[str](), {name: (name,) for name in matrix.studies()}
+    for target in wanted or ["all"]:
+        names = (FIGURES | known).keys() & {*Path(target).parts, Path(target).stem}
+        asked |= {study for name in names for study in (*FIGURES.get(name, ()), *known.get(name, ()))} or set(broken)
+    if refused := [error for study, error in broken.items() if study in asked]:
+        raise refused[0]
+    for study, error in broken.items():
+        print(f"warning: study {study} is left out: {error}", file=sys.stderr)
 
 
 def check_targets(wanted: Sequence[str], known: Sequence[str]) -> None:

@@ -7,8 +7,10 @@ It is read where Slurm is used and nowhere else. What the cluster does not have,
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ VARIABLE = "EDGC_SITE"
 DEFAULT = ROOT / "workflows" / "profiles" / "slurm" / "site.yaml"
 COMMANDS = ("sbatch", "squeue", "scancel")  # without which nothing can be submitted, watched and ended
 ANSWER_SECONDS = 30
+REMEMBERED_SECONDS = 240  # Snakemake asks for states every three minutes, or oftener
 CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
 # First port of a rendezvous and how many there are: below what systems give away themselves.
 PORTS = (15000, 16000)
@@ -143,12 +146,16 @@ def ask(*command: str) -> str | None:
 
 
 def require() -> None:
-    """Refuse to go on without Slurm's commands; ``UserError`` names those that are missing."""
+    """Refuse to go on without Slurm's commands (``UserError``); warn where ended jobs leave squeue too soon."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         fix = "start it on a node of the cluster that has them, or leave --profile slurm out; -n plans without Slurm"
         message = f"there is no Slurm here: no {', '.join(missing)} on the PATH"
         raise UserError(message, where="--profile slurm", fix=fix)
+    seconds = re.search(r"^MinJobAge\s*=\s*(\d+)", ask("scontrol", "show", "config") or "", re.MULTILINE)
+    if seconds and int(seconds[1]) < REMEMBERED_SECONDS:
+        problem = f"warning: Slurm forgets ended jobs after {seconds[1]} s (MinJobAge), so squeue may miss their ends"
+        print(f"{problem}; docs/slurm.md says what to add", file=sys.stderr)
 
 
 def launch_command(job: Job | None, resources: Resources | None) -> str:

@@ -25,6 +25,8 @@ class DuplicateKey(Exception):
     """A key that stands twice in a mapping."""
 
 
+# What PyYAML raises at a value that it cannot make: a day 2020-13-45, `!!bool maybe`, `!!int ''`.
+BAD_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 # libyaml's parser where PyYAML was built with it: ten times as fast.
 _Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -73,7 +75,7 @@ def parse_yaml(text: str | bytes, where: object, loader: type[Loader] = Loader) 
         raise UserError(f"not valid YAML{line}: {error.problem}", where=where, fix="correct it") from None
     except DuplicateKey as error:
         raise UserError(str(error), where=where, fix="keep one of them") from None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # a day 2020-13-45
+    except (yaml.YAMLError, *BAD_VALUE) as error:
         raise UserError(f"not valid YAML: {error}", where=where, fix="correct it") from None
     if value is None and text.strip():
         return {}  # nothing but comments

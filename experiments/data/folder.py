@@ -35,7 +35,7 @@ from edgc.errors import UserError
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.source import data_code
 from experiments.common.yaml_settings import Settings, load_yaml, validate
-from experiments.data.corpus import SPLITS, Document, Source, normalise, open_source
+from experiments.data.corpus import SPLITS, Document, HuggingFaceText, Source, normalise, open_source
 from experiments.spec.settings import DataConfig
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ CHECKSUM = "sha256"  # key of data.yaml that is written first
 CHECKSUM_BYTES = 64 * 2**20  # larger files are not read through; at 1 GB/s this takes a tenth of a second
 INDEX_CACHE = "index_cache"
 FILES = ("tokenizer.json", "documents.jsonl", *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
+
+OPENWEBTEXT_DOCUMENTS = 8_013_769
+# 9.04 G tokens of two bytes (nanoGPT, data/openwebtext), a line in documents.jsonl and entries in the indices.
+BYTES_OF_DOCUMENT = 2500
 
 
 class DataInfo(Settings):
@@ -173,7 +177,7 @@ def prepare(config: DataConfig, folder: Path, *, show: bool = True) -> DataInfo:
         show: progress bar and messages on stderr.
 
     Raises:
-        UserError: the source cannot be read, a split would be empty, or ``folder`` is in the way.
+        UserError: the source cannot be read, a split would be empty, the disk is too small, or ``folder`` in the way.
     """
     folder = folder.resolve()
     known = {*FILES, "data.yaml", INDEX_CACHE, ".snakemake_timestamp"}
@@ -189,6 +193,7 @@ def prepare(config: DataConfig, folder: Path, *, show: bool = True) -> DataInfo:
         if info is None:
             for partial in folder.parent.glob(f".{folder.name}.partial-*"):
                 shutil.rmtree(partial)
+            _check_space(config, source, folder.parent)
             new = folder.parent / f".{folder.name}.partial-{os.getpid()}"
             new.mkdir()
             try:
@@ -201,6 +206,18 @@ def prepare(config: DataConfig, folder: Path, *, show: bool = True) -> DataInfo:
         summary = f"{documents} documents, {tokens / 1e6:.2f} M tokens, fingerprint {info.fingerprint[:12]}"
         print(f"data {folder.name}: {state} ({summary})", file=sys.stderr)
     return info
+
+
+def _check_space(config: DataConfig, source: Source, folder: Path) -> None:
+    """Refuse to begin with OpenWebText where the disk has no room for its tokens; of local files, half their bytes."""
+    if not isinstance(source, HuggingFaceText):
+        return
+    needed = BYTES_OF_DOCUMENT * min(config.max_documents or OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_DOCUMENTS)
+    if source.folder:
+        needed = min(needed, sum(path.stat().st_size for path in source.files) // 2)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        fix = "free space, choose another --out on a larger disk, or set data.max_documents"
+        raise UserError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free", where=folder, fix=fix)
 
 
 def _write(config: DataConfig, source: Source, identity: str, new: Path, show: bool) -> DataInfo:

@@ -75,16 +75,22 @@ def to_gpt2(model: Any, *, vocab_size: int, activation: str, end_of_text: int = 
     """Hugging Face twin of an unsplit Megatron ``GPTModel``.
 
     Args:
-        model: the Megatron model; its ``config`` gives sizes and LayerNorm epsilon.
+        model: the Megatron model; its ``config`` gives sizes, LayerNorm epsilon and activation function.
         vocab_size: of the tokenizer, at most the (padded) rows of the embedding.
         activation: what the run's settings say, ``gelu`` or ``gelu_tanh``.
         end_of_text: token id written as bos and eos.
 
     Raises:
-        UserError: the model is no GPT-2.
+        UserError: the model computes another activation than ``activation``, or is no GPT-2.
     """
+    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.activations import ACT2FN
 
+    x = torch.linspace(-6.0, 6.0, 1001, dtype=torch.float64)  # the two look alike
+    if not torch.allclose(model.config.activation_func(x), ACT2FN[ACTIVATIONS[activation]](x), rtol=0.0, atol=1e-7):
+        fix = "export with the settings that the run was trained with"
+        raise UserError(f"model.activation = {activation!r}, but the model computes another", fix=fix)
     state = model.state_dict()
     config = GPT2Config(
         vocab_size=vocab_size,

@@ -60,15 +60,18 @@ TaskLoader.add_constructor("!function", lambda loader, node: str(node.value))
 
 def read_model(path: Path) -> Model:
     """Check an exported folder without loading the model; ``UserError`` for what is missing or does not fit."""
+    from tokenizers import Tokenizer
+
     marker = path / "run.json"
     if not marker.is_file():
         fix = "export the run first: python -m experiments.evaluation.export"
         raise UserError("no exported model", where=path, fix=fix)
     try:
         info: Row = json.loads(marker.read_text(encoding="utf-8"))
-    except ValueError:
+        exported, _ = info["model"], info["run"]
+    except (ValueError, KeyError, TypeError):
         raise damaged(marker, "is cut short or altered") from None
-    if not info["model"]:
+    if not exported:
         return Model(path, info, "")
     for file in (path / name for name in READ):
         if not file.is_file():
@@ -76,6 +79,9 @@ def read_model(path: Path) -> Model:
         expected = info.get("files", {}).get(file.name)
         if expected and (problem := manifest.problem(file, manifest.Entry(**expected))):
             raise damaged(file, problem)
+    size = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
+    if size != (rows := json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]):
+        raise UserError(f"the tokenizer has {size} tokens, the model {rows}", where=path, fix="export the run again")
     return Model(path, info, digest(*((path / name).read_bytes() for name in READ)))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from filelock import FileLock, Timeout
 
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
@@ -97,6 +98,38 @@ def records(names: Iterable[str]) -> dict[str, Row]:
     return entries
 
 
+def copies(name: str) -> list[Path]:
+    """Folders of a task's dataset in the cache of `datasets`, with ``<revision>.incomplete`` of killed downloads."""
+    import datasets
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    task = load_yaml(task_folder(name) / Path(STANDARD[name]).name, resolve_func=False)
+    dataset = Path(datasets.config.HF_DATASETS_CACHE, task["dataset_path"].replace("/", "___"))
+    return sorted(dataset.glob(f"{task.get('dataset_name') or '*'}/*/*/"))
+
+
+def whole(copy: Path) -> bool:
+    """Tell if a copy has all rows that were written into it; `datasets` stumbles over others."""
+    import datasets
+
+    try:
+        splits = json.loads((copy / "dataset_info.json").read_text(encoding="utf-8"))["splits"].values()
+        files = [path for path in copy.glob("*.arrow") if not path.name.startswith("cache-")]
+        rows = sum(len(datasets.Dataset.from_file(str(path))) for path in files)
+    except Exception:  # of the file system, JSON, arrow
+        return False
+    return copy.suffix != ".incomplete" and rows == sum(split["num_examples"] for split in splits)
+
+
+def remove(copy: Path) -> None:
+    """Remove a copy under the lock that `datasets` holds while it writes one; ``UserError`` where it does."""
+    try:
+        with FileLock(copy.with_name(f"{copy.name.removesuffix('.incomplete')}_builder.lock"), timeout=0):
+            shutil.rmtree(copy)
+    except Timeout:
+        raise UserError("another process is fetching it", where=copy, fix="wait for its end") from None
+
+
 Study = Annotated[str, typer.Option(help="Study whose tasks are meant.")]
 Scale = Annotated[str, typer.Option(help="Scale at which the study is made.")]
 
@@ -104,7 +137,7 @@ Scale = Annotated[str, typer.Option(help="Scale at which the study is made.")]
 @app.command("prefetch")
 @main_guard
 def prefetch(study: Study = "zero_shot", scale: Scale = "paper") -> None:
-    """Download what is missing, on a machine with network."""
+    """Download what is missing or damaged, on a machine with network."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     names = matrix.evaluation(study, scale).standard
@@ -113,11 +146,20 @@ def prefetch(study: Study = "zero_shot", scale: Scale = "paper") -> None:
         return
     import datasets
 
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    check_writable(cache)
-    for folder in cache.glob("*/*/*/*.incomplete"):  # `datasets` stumbles over what a killed download left
-        shutil.rmtree(folder)
-    records(names)
+    check_writable(Path(datasets.config.HF_DATASETS_CACHE))
+    missing = []
+    for name in names:
+        try:
+            for copy in copies(name):
+                if not whole(copy):
+                    remove(copy)
+            records([name])
+        except UserError as error:
+            missing.append(name)
+            print(f"{name}: not fetched: {error}", flush=True)
+    if missing:
+        message = f"{len(missing)} of {len(names)} tasks were not fetched: {', '.join(missing)}"
+        raise UserError(message, fix="say it again where there is a network: make prefetch SCALE=paper")
 
 
 @app.command("check")

@@ -1,6 +1,7 @@
 """Figures inside a page: images small enough to be embedded, captions as HTML, the text in place of an image."""
 
 import base64
+import html
 import io
 import re
 from dataclasses import dataclass
@@ -59,9 +60,13 @@ def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str) -
     links = [kept.link(path, path.suffix[1:].upper()) for kind in ("png", "svg", "pdf")
              if (path := png.with_suffix(f".{kind}")).is_file()]  # fmt: skip
     title, rest = split_title(text, name)
-    # Captions are the project's: nothing in them has to be escaped.
-    shown = Markup(markdown.markdown(rest))
-    return Picture(name, title, alternative(title, png), shown, simulated, group, links, *embed(png))
+    return Picture(name, title, alternative(title, png), rendered(rest), simulated, group, links, *embed(png))
+
+
+def rendered(text: str) -> Markup:
+    """Markdown as HTML; tags in it are text, and links lead to the web, to mail or to files beside the page."""
+    shown = markdown.markdown(html.escape(text, quote=False))
+    return Markup(re.sub(r' href="(?!(?:https?|mailto):|[^":]*[/?#"])[^"]*"', "", shown, flags=re.IGNORECASE))
 
 
 def alternative(title: str, png: Path) -> str:

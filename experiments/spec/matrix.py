@@ -139,10 +139,27 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     return _connected(configs, where)
 
 
-def all_runs(scale: str) -> dict[str, list[RunConfig]]:
-    """The runs of every study at ``scale``; ``UserError`` for the first study that cannot be read."""
+def all_runs(scale: str) -> tuple[dict[str, list[RunConfig]], dict[str, UserError]]:
+    """The runs of every study at ``scale``, and the error of each study that cannot be read or needs such a one.
+
+    Raises:
+        UserError: the scale is wrong.
+    """
     load_scale(scale)
-    return {study: runs(study, scale) for study in studies()}
+    readable, broken, needs = dict[str, list[RunConfig]](), dict[str, UserError](), dict[str, set[str]]()
+    for study in studies():
+        try:
+            definition = load_study(study)
+            needs[study] = {*(definition.needs or ()), *filter(None, [(definition.scenarios or {}).get("of")])}
+            if definition.needs:
+                evaluation(study, scale)
+            readable[study] = runs(study, scale)
+        except UserError as error:
+            broken[study] = error
+    for study in [name for name in readable if needs[name] & broken.keys()]:
+        broken[study] = broken[min(needs[study] & broken.keys())]
+        del readable[study]
+    return readable, broken
 
 
 def data_config(scale: str, name: str) -> DataConfig:
@@ -154,7 +171,7 @@ def data_config(scale: str, name: str) -> DataConfig:
     path = scale_path(scale)
     default = validate(DataConfig, load_scale(scale).defaults.get("data", {}), f"{path}, data")
     known = {default.path: default}
-    for run in (run for configs in all_runs(scale).values() for run in configs) if name not in known else ():
+    for run in (run for configs in all_runs(scale)[0].values() for run in configs) if name not in known else ():
         known.setdefault(run.data.path, run.data)
     if name not in known:
         raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted(known)))

@@ -192,10 +192,20 @@ def test_too_small_a_corpus(tmp_path: Path) -> None:
         prepare(config.model_copy(update={"vocab_size": None}), tmp_path / "toy", show=False)
 
 
+def test_too_little_space_for_openwebtext_is_said_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
+    with pytest.raises(UserError, match=r"20\.0 GB are needed, 1\.0 GB are free .*max_documents"):
+        prepare(whole, tmp_path / "data" / "toy", show=False)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [".toy.lock"]
+
+
 def test_settings_are_found_by_name_and_the_first_run_with_a_path_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (DataConfig(source="stdlib", path="two", max_documents=number) for number in (1, 2))
     studies = {name: [SimpleNamespace(data=data)] for name, data in (("a", first), ("b", second))}
-    monkeypatch.setattr(matrix, "all_runs", lambda _: studies)
+    monkeypatch.setattr(matrix, "all_runs", lambda _: (studies, {}))
     assert matrix.data_config("ci", "two") == first
 
     monkeypatch.undo()

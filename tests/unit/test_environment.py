@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -35,6 +36,13 @@ def declared() -> list[Requirement]:
 def test_every_line_of_the_lock_is_an_exact_pin() -> None:
     for line in (ROOT / "requirements.lock").read_text().splitlines():
         assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line), line
+
+
+def test_conda_environment_has_the_pins_of_the_lock() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    [pip] = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    assert "python=3.11" in environment["dependencies"]
+    assert dict(line.split("==") for line in pip) == lock()
 
 
 def test_container_is_made_from_the_lock_with_the_same_python() -> None:

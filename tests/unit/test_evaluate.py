@@ -279,11 +279,18 @@ def twins(models: Path) -> None:
     (models / "twin-s1" / "run.json").write_bytes((models / "none-s1" / "run.json").read_bytes())
 
 
+def shrink(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": VOCABULARY - 1}))
+
+
 BAD = {
     "zero documents": (lambda at: (at / "tasks/edgc_cloze.jsonl").write_text("\n"), "edgc_cloze has zero documents"),
     "no tasks": (lambda at: shutil.rmtree(at / "tasks"), "no tasks"),
     "no model": (lambda at: shutil.rmtree(at / "models/none-s1"), "no exported model"),
     "torn export": (lambda at: (at / "models/none-s1/model.safetensors").unlink(), "has no model.safetensors"),
+    "tokenizer": (lambda at: shrink(at / "models/none-s1/config.json"), "has 300 tokens, the model 299"),
+    "no model key": (lambda at: (at / "models/none-s1/run.json").write_text('{"run": "a"}'), "run.json is cut short"),
+    "list": (lambda at: (at / "models/none-s1/run.json").write_text("[]"), "run.json is cut short or altered"),
     "twins": (lambda at: twins(at / "models"), "two models are called none-s1"),
 }
 

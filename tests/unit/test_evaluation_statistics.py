@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from math import comb
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from edgc.errors import UserError
 from experiments.common.equivalence import NOT_DECIDED, ON_PAR, Equivalence, equivalence_p, load_equivalence
 from experiments.evaluation import statistics as es
 
@@ -166,3 +168,18 @@ def test_above_chance_needs_the_whole_interval() -> None:
     assert es.beats(2.0, 0.1, [3.0], higher=False) is True
     assert es.beats(2.9, 0.1, [3.0], higher=False) is False
     assert es.beats(0.3, None, [0.25], higher=True) is es.beats(0.3, 0.1, [None], higher=True) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("significance: 0.05\nmargins: {acc: {margin: 0, scale: difference}}\n", "margin"),
+        ("significance: 0.05\nmargins: {acc: {margin: 0.1, scale: percent}}\n", "scale"),
+        ("significance: 0.7\nmargins: {}\n", "significance"),
+    ],
+)
+def test_bad_margins_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "equivalence.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_equivalence(path)

@@ -114,8 +114,10 @@ def test_exported_tokenizer_is_the_training_tokenizer(finished: Path, prepared: 
     assert len(exported) == VOCABULARY
 
 
-def test_a_weight_without_a_place_in_gpt2_is_refused() -> None:
-    model = build(settings())
+def test_another_gelu_and_a_weight_without_a_place_in_gpt2_are_refused() -> None:
+    model = build(settings(activation="gelu"))
+    with pytest.raises(UserError, match="but the model computes another"):
+        to_gpt2(model, vocab_size=VOCABULARY, activation="gelu_tanh")
     with pytest.raises(UserError, match="GPT-2 has no place for decoder"):
         gpt2_weights(model.state_dict() | {"decoder.layers.0.extra.weight": torch.zeros(1)}, 4, VOCABULARY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
+from PIL import Image, ImageCms
 
 from edgc.errors import UserError
 from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, missing
@@ -206,9 +208,30 @@ def test_the_title_of_the_settings_counts_those_in_which_edgc_is_better() -> Non
     assert list(dict.fromkeys(rows["rival"])) == list(following.MAIN_RIVALS)
 
 
-def test_no_two_looks_share_a_colour_or_a_marker() -> None:
+# Linear RGB as seen with deuteranopia (Machado, Oliveira and Fernandes 2009, severity 1).
+DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+LAB = ImageCms.buildTransform(ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB")
+FAR_APART = 12.0  # of CIE76; 2.3 can just be told apart side by side, and marks lie apart
+
+
+def seen_with_deuteranopia(colour: str) -> np.ndarray:
+    """CIELAB of what is left of a colour."""
+    rgb = np.array(matplotlib.colors.to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    left = np.clip(DEUTERANOPIA @ linear, 0, 1)
+    pixel = np.where(left <= 0.0031308, 12.92 * left, 1.055 * left ** (1 / 2.4) - 0.055) * 255
+    image = Image.new("RGB", (1, 1), tuple(int(value) for value in pixel.round()))
+    light, a, b = ImageCms.applyTransform(image, LAB).getpixel((0, 0))
+    return np.array([light / 2.55, a - 128, b - 128])
+
+
+def test_looks_are_distinct_and_those_that_deuteranopia_takes_for_one_differ_in_marker_and_dash() -> None:
+    assert np.linalg.norm(seen_with_deuteranopia("#D55E00") - seen_with_deuteranopia("#0072B2")) > 60
     looks = list(style.FAMILIES.values())
     assert len({look.colour for look in looks}) == len({look.marker for look in looks}) == len(looks)
+    for look, other in itertools.combinations(looks, 2):
+        distance = np.linalg.norm(seen_with_deuteranopia(look.colour) - seen_with_deuteranopia(other.colour))
+        assert distance >= FAR_APART or look.line != other.line, (look.key, other.key)
 
 
 def test_settings_without_tables_are_named_in_place_of_being_drawn(tmp_path: Path) -> None:

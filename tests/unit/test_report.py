@@ -16,7 +16,7 @@ from lxml import html
 from edgc.config import methods
 from edgc.errors import UserError
 from experiments.common.figures import INPUTS
-from experiments.pages import board, claim_rows, curves, report
+from experiments.pages import board, claim_rows, curves, pictures, report
 from experiments.pages.kept import Kept
 from experiments.spec import matrix
 from tests.unit import synthetic_report
@@ -231,6 +231,20 @@ def test_committed_results_fit_and_every_claim_is_shown(kept: Kept) -> None:
         assert [link.name for link in cells["evidence"]] == (paths if line["evidence"] else [])
         assert line["verdict"] in words(row) and claim_rows.rounded(str(line["our_value"])) in words(row)
         assert not line["evidence"] or row.xpath(".//a/text()[contains(., '.csv')]")
+
+
+def test_captions_are_rendered_and_run_nothing() -> None:
+    shown = pictures.rendered("The *rest* <b>is</b> `code`. <script>1</script>")
+    assert "<em>rest</em>" in shown and "&lt;b&gt;" in shown and "<code>code</code>" in shown and "<script" not in shown
+    for text in (
+        "[x](JavaScript:alert(1))",
+        "[x](data:text/html,y)",
+        "[x][y]\n\n[y]: vbscript:y",
+        "[x](<java\tscript:y>)",
+    ):
+        assert "href" not in pictures.rendered(text)
+    for address in ("https://a.b/c?d=e#f", "mailto:a@b.c", "methods.csv", "../a/b.csv#c", "#figure-a"):
+        assert f'href="{address}"' in pictures.rendered(f"[x]({address})")
 
 
 def test_a_claim_opens_to_the_figure_of_its_evidence() -> None:

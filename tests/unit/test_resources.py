@@ -134,3 +134,14 @@ def test_jobs_of_this_folder_alone_are_cancelled(monkeypatch: pytest.MonkeyPatch
 def test_ranks_that_do_not_divide_over_the_nodes_are_refused() -> None:
     with pytest.raises(UserError, match="world size 3 is not divisible by 2 nodes"):
         ranks_per_node(run_of(3), Nodes(2))
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [(300, False), (60, True), (None, False)])
+def test_a_slurm_that_soon_forgets_ended_jobs_is_warned_of(
+    seconds: int | None, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = f"MinJobAge               = {seconds} sec\nMpiDefault = none\n" if seconds else None
+    monkeypatch.setattr(slurm, "ask", lambda *_: answer)
+    monkeypatch.setattr(slurm.shutil, "which", str)
+    slurm.require()
+    assert ("forgets ended jobs after 60 s" in capsys.readouterr().err) == warned

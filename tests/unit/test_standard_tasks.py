@@ -47,6 +47,7 @@ other = dict(tasks, wikitext=dict(tasks["wikitext"], fingerprint="another"))
 path.with_name("other.json").write_text(json.dumps(dict(tasks=other)))
 """
 CUT = "import os; os.truncate({path!r}, os.path.getsize({path!r}) // 2)"
+HOLD = "import filelock; held = filelock.FileLock({path!r}); held.acquire()"
 DELETE = "import shutil; shutil.rmtree({path!r})"
 PREFETCH = ["experiments.evaluation.standard_tasks", "prefetch", "--scale", "paper"]
 
@@ -68,23 +69,25 @@ def calls(home: Path, environment: dict[str, str], *programs: list[str]) -> list
 # Over 20 s: two processes import lm-eval, and twelve tasks are loaded three times.
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str, str]]]:
-    """A folder, and what programs said: prefetch after a killed download, twice; check, evaluation, twice; faults."""
+    """A folder, and what programs said: prefetch, after faults too; check, evaluation, twice; faults."""
     root = tmp_path_factory.mktemp("place")
     train_bpe(map(json.dumps, REPOSITORIES.values()), 400).save(root / "tokenizer.json")
     save_model(root / "models" / "none-s1", root / "tokenizer.json", 1, n_positions=128, initializer_range=0.3)
     cache, out, records = root / "datasets", root / "zero_shot", root / "standard_tasks.json"
-    killed = cache / "EleutherAI___race" / "high" / "0.0.0" / f"{COMMIT}.incomplete"
-    killed.mkdir(parents=True)
+    race = cache / "EleutherAI___race" / "high" / "0.0.0" / COMMIT / "race-test.arrow"
+    for killed in (race.parent.with_name(f"{COMMIT}.incomplete"), cache / "someone___else/x/0.0.0/1.incomplete"):
+        killed.mkdir(parents=True)
     check = ["experiments.evaluation.standard_tasks", "check", "--study", "zero_shot", "--scale", "paper"]
     check += ["--out", str(records)]
     evaluate = ["experiments.evaluation.evaluate", str(root / "models" / "none-s1"), "--batch-size", "8"]
     first = [*evaluate, "--out", str(out), "--standard", str(records)]
     other = [*evaluate, "--out", str(out), "--standard", str(root / "other.json")]
-    race = cache / "EleutherAI___race" / "high" / "0.0.0" / COMMIT / "race-test.arrow"
     steps = [check, first, first, ["exec", OTHER_ROWS.format(records=str(records))], other]
     steps += [["exec", CUT.format(path=str(race))], check, ["exec", DELETE.format(path=str(race.parents[3]))], check]
+    cut = ["exec", CUT.format(path=str(race))]
+    held, released = ["exec", HOLD.format(path=f"{race.parent}_builder.lock")], ["exec", "held.release()"]
     with serve() as online:
-        fetched = calls(root, online, PREFETCH, PREFETCH)
+        fetched = calls(root, online, PREFETCH, cut, PREFETCH, cut, held, PREFETCH, released, PREFETCH)
     return root, [*fetched, *calls(root, NOWHERE, *steps)]
 
 
@@ -93,8 +96,13 @@ def evaluated_rows(entry: Row) -> list[Row]:
 
 
 def test_every_standard_task_is_fetched_once_and_recorded(place: tuple[Path, list[Any]]) -> None:
-    root, (first, second, checked, *_) = place
-    for code, out, err in (first, second, checked):
+    """Also after a copy was cut; not while another process holds `datasets`' lock, nor another dataset's leavings."""
+    root, (first, second, (code, out, err), last, checked, *_) = place
+    assert code == 2 and "race: not fetched: another process is fetching it" in out, out + err
+    assert len(out.splitlines()) == len(STANDARD), "it goes on to the others"
+    assert err.splitlines()[-1].startswith("error: 1 of 12 tasks were not fetched: race; ")
+    assert (root / "datasets/someone___else/x/0.0.0/1.incomplete").is_dir()
+    for code, out, err in (first, second, last, checked):
         assert code == 0, out + err
         assert [line.partition(":")[0] for line in out.splitlines()] == matrix.evaluation("zero_shot", "paper").standard
     record = json.loads((root / "standard_tasks.json").read_text())["tasks"]
@@ -113,7 +121,7 @@ def test_every_standard_task_is_fetched_once_and_recorded(place: tuple[Path, lis
 
 def test_evaluation_without_network_and_nothing_is_evaluated_twice(place: tuple[Path, list[Any]]) -> None:
     root, results = place
-    (code, out, err), (_, again, _) = results[3:5]
+    (code, out, err), (_, again, _) = results[5:7]
     assert code == 0, err
     assert "12 evaluations done, 0 taken" in out and "0 evaluations done, 12 taken" in again
     record = json.loads((root / "standard_tasks.json").read_text())["tasks"]
@@ -136,6 +144,6 @@ def test_other_documents_than_were_checked_and_a_cut_or_missing_copy_are_one_lin
 ) -> None:
     command = "make prefetch SCALE=paper"
     said = (("wikitext have changed", "delete standard_tasks.json"), ("race", command), ("race", command))
-    for (code, _, err), words in zip(place[1][5:], said, strict=True):
+    for (code, _, err), words in zip(place[1][7:], said, strict=True):
         line = err.splitlines()[-1]
         assert code == 2 and line.startswith("error: ") and all(word in line for word in words), err

@@ -96,7 +96,10 @@ def test_a_wrong_scale_is_one_line(root: Path) -> None:
         matrix.load_scale("workstaton")
 
 
-@pytest.mark.parametrize("text", ["!!int q", "!!timestamp x", "!!set 3", "{[1]: 2}", "[" * 2000, "a: b: c"])
+@pytest.mark.parametrize(
+    "text",
+    ["!!int q", "!!int ''", "!!float ''", "!!bool maybe", "!!timestamp x", "!!set 3", "{[1]: 2}", "[" * 999, "a: b: c"],
+)
 def test_what_yaml_cannot_make_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"b: {text}\n")

@@ -172,23 +172,35 @@ def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(
     assert "srun" not in local and "nodes=" not in local and "mpi" not in local
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "words"),
-    [
-        ("experiments/studies/broken.yaml", "study: broken\nvarients: {}\n", ("varients", "broken.yaml")),
-        ("paper_figures/broken.py", "TABLES = (\n", ("not valid Python at line 1 (in ", "broken.py); correct it")),
-    ],
-)
-def test_a_wrong_file_is_one_line_and_exit_code_2(
-    checkout: Checkout, path: str, text: str, words: tuple[str, ...]
-) -> None:
-    file = checkout.path / path
-    file.write_text(text)
+def test_a_wrong_figure_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
+    file = checkout.path / "paper_figures" / "broken.py"
+    file.write_text("TABLES = (\n")
     try:
         [(code, output)] = checkout.snakemake(["-n", "rank_sweep"])
     finally:
         file.unlink()
-    one_line(code, output, *words)
+    one_line(code, output, "not valid Python at line 1 (in ", "broken.py); correct it")
+
+
+def test_a_broken_study_is_refused_where_it_is_asked_for_and_else_left_out(checkout: Checkout) -> None:
+    """The simulated study that takes the model of another is broken with it."""
+    studies = checkout.path / "experiments" / "studies"
+    draft, cluster = studies / "broken.yaml", studies / "gpt2_12p1b_h100.yaml"
+    draft.write_text("study: broken\nvarients: {}\n")
+    text = cluster.read_text()
+    cluster.write_text(text.replace("question:", "qestion:"))
+    try:
+        asked = ([name] for name in ("broken", "all", "results/ci/broken/table.csv", "break_even"))
+        *refused, (other, _), (code, output) = checkout.snakemake(*(["-n", *call] for call in (*asked, ["rank_sweep"])))
+    finally:
+        draft.unlink()
+        cluster.write_text(text)
+    for (code_refused, said), words in zip(refused, (("varients", "broken.yaml"),) * 3, strict=True):
+        one_line(code_refused, said, *words)
+    assert other == 2 and code == 0 and planned(output)["train"] == len(matrix.runs("rank_sweep", "ci"))
+    warnings = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[2] for line in warnings] == ["broken", "gpt2_12p1b_h100", "break_even"]
+    assert "varients" in warnings[0] and "qestion" in warnings[2]
 
 
 def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -196,6 +197,17 @@ def test_results_that_lost_their_times_are_used_as_they_are(finished: Checkout) 
     assert finished.plan(["all"], ["rank_sweep", "--config", "keep_runs=true"]) == [{}, {}]
     with edited(folder / "rank_sweep" / "r4-s1" / "run.yaml", "provenance", "# Another time.\nprovenance"):
         assert finished.plan(["rank_sweep"]) == [{"rank_sweep_tables": 1, "figure": 1, "rank_sweep": 1}]
+    records = finished.path / ".snakemake" / "metadata"
+    away = records.rename(records.with_name("away"))
+    try:  # copied without Snakemake's records
+        (_, before), (code, text), (_, after) = finished.snakemake(
+            ["-n", "all"], ["-c1", "--touch", "all"], ["-n", "all"]
+        )
+        assert planned(before) and code == 0 and planned(after) == {}, text
+    finally:
+        shutil.rmtree(records)
+        away.rename(records)
+    assert finished.plan(["all"]) == [{}]
 
 
 def test_the_last_line_is_that_of_the_step_that_failed(finished: Checkout) -> None:

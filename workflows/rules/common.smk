@@ -32,7 +32,10 @@ def stop(error):
 try:
     config.update(validate(PipelineSettings, config, "--config").model_dump())
     SCALE = config["scale"]
-    RUNS = {name: {run.name: run for run in runs} for name, runs in matrix.all_runs(SCALE).items()}
+    readable, broken = matrix.all_runs(SCALE)
+    if workflow.is_main_process:
+        targets.check_studies(broken, targets.of_command_line())
+    RUNS = {name: {run.name: run for run in runs} for name, runs in readable.items()}
     STUDIES = {name: matrix.load_study(name) for name in RUNS}
     EVALUATIONS = {name: matrix.evaluation(name, SCALE) for name, study in STUDIES.items() if study.needs}
     from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption  # reads their files
