@@ -15,9 +15,9 @@ What follows from how DDP works:
 * If any rank's gradient is not finite, the bucket is not finite on any rank, so every rank's ``GradScaler`` (or own
   check) skips the same step. Error feedback, warm starts and the controller's means of all buckets are then as if the
   step had never been, at the price of a second error feedback.
-* A ``GradScaler`` has to be given to :func:`register`: error feedback is kept in the unit of the gradients, and
-  entropies are those of the gradients without the scale. With scales that are powers of two, as torch's are, ranks,
-  bytes and decisions are those of a run without one, bit for bit.
+* A ``GradScaler`` has to be given to :func:`~edgc.ddp.registration.register`: error feedback is kept in the unit of
+  the gradients, and entropies are those of the gradients without the scale. With scales that are powers of two, as
+  torch's are, ranks, bytes and decisions are those of a run without one, bit for bit.
 * Parameters of more than two dimensions are compressed as matrices, first dimension by the rest.
 """
 
@@ -79,7 +79,7 @@ def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class Handle:
-    """EDGC on one rank of a DDP job; made by :func:`register`.
+    """EDGC on one rank of a DDP job; made by :func:`~edgc.ddp.registration.register`.
 
     It must not refer to the model: the model holds it, by ways that the garbage collector does not see.
 
@@ -179,8 +179,8 @@ class Handle:
         the average owes what it owed before (:mod:`edgc.checkpoints.saved_state`).
 
         Args:
-            changed_settings: go on with the settings given to :func:`register` where the state is of others (but of the
-                same method), instead of refusing it.
+            changed_settings: go on with the settings given to :func:`~edgc.ddp.registration.register` where the state
+                is of others (but of the same method), instead of refusing it.
 
         Raises:
             UserError: inside an iteration; for a state that is not this rank's or not this model's, whose parameters

@@ -205,8 +205,8 @@ class Report:
         backward_seconds: per stage, backward time of one micro-batch, nan where none was timed; None as a whole
             where nothing was.
         error_curve: at a window's end, per stage, predicted squared relative error of the mean of M at every rank of
-            :attr:`Controller.rank_grid`, of this window's samples together, mean over the stage's ranks; None for a
-            stage without spectra, and as a whole where no policy asks for them.
+            :attr:`~edgc.control.controller.Controller.rank_grid`, of this window's samples together, mean over the
+            stage's ranks; None for a stage without spectra, and as a whole where no policy asks for them.
         gate: verdicts of the cost gate on all stages.
         reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
             communicate + decompress), nan where that is not known; None where it was not asked for.

