@@ -16,9 +16,10 @@ from torch import Tensor
 import edgc.compressors.entrywise.sparse as sparse
 from edgc.compressors import Statistics
 from edgc.megatron.activation import ActivationCompressor
-from edgc.runtime.device import masked_path
+from edgc.runtime.device import HostCopy, masked_path
 from tests.contract import Setting, Team, variants
 from tests.host_reads import HostRead, NoHostReads
+from tests.lockstep import Room
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "bool": lambda x: bool(x[0] > 0),
@@ -58,11 +59,29 @@ def test_no_step_reads_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         with guard.paused():
             return draw(*arguments)
 
+    # Which side a one-sided iteration begins with was found out by the step before: it is read before anything is sent.
+    read, met = HostCopy.read, Room.meet
+    sending = False
+
+    def of_the_step_before(later: HostCopy) -> Any:
+        if sending:
+            return read(later)
+        with guard.paused():
+            return read(later)
+
+    def meet(room: Room) -> None:
+        nonlocal sending
+        sending = True
+        met(room)
+
     monkeypatch.setattr(sparse, "draw", on_the_host)
+    monkeypatch.setattr(HostCopy, "read", of_the_step_before)
+    monkeypatch.setattr(Room, "meet", meet)
     for step, rank in enumerate((4, 4, 4, None, 4)):
         given = team.given(step)
         if step == 2:
             given[1][0].tensor[0, 0] = math.nan
+        sending = False
         with guard:
             team.reduce(given, rank)
             team.settle()

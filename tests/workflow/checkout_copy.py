@@ -54,7 +54,7 @@ PROGRAMS = {
         from experiments.spec import matrix
         write(scale() / option("--study"), *matrix.load_study(option("--study")).tables)
     """,
-    "experiments/simulation/cluster_model.py": "write(option('--out'), *RESULTS, *DETAILS)",
+    "experiments/simulation/cluster_model.py": "write(option('--out'), *RESULTS)",
     "experiments/simulation/break_even.py": "write(option('--out'), *RESULTS)",
     "experiments/evaluation/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/evaluation/export.py": """
