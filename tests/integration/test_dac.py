@@ -18,7 +18,7 @@ from tests.unit.test_network_change import by_formula
 from tests.workers import run_workers
 
 # Over 20 s: injected delays are waited for, and times have to be measured again after they change.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.costly]
 
 WINDOW, RANK = 4, 8
 # On a busy machine times seem to change before they do; then nothing is judged for eight windows.

@@ -26,7 +26,7 @@ pytest.importorskip("megatron.core")
 
 from tests.integration import virtual_cases as cases
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.costly]
 ROOT = Path(__file__).resolve().parents[2]
 # Whole on every tensor-parallel rank: layernorms, positions, and biases that follow a sum over these ranks.
 REPLICATED = re.compile(r"layernorm|position_embeddings|linear_proj\.bias|linear_fc2\.bias")

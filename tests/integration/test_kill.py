@@ -94,6 +94,7 @@ def wait_until(there: Callable[[], bool], process: subprocess.Popen[str]) -> Non
         time.sleep(0.001)
 
 
+@pytest.mark.costly
 def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     quiet, killed = launcher.finish(run_of("quiet", checkpoint_interval=0)), run_of("killed")
     folder = launcher.path(killed)
