@@ -114,14 +114,14 @@ def test_a_title_a_figure_and_a_variant_train_nothing_that_is_there(finished: Ch
     one = "      r4: {label: rank 4, compression: {method: powersgd, rank: 4}}\n"
     with edited(studies / "rank_sweep.yaml", one, one + one.replace("r4:", "r5:").replace("4}}", "5}}")):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"train": 1, "rank_sweep_tables": 1, "figure": 1, "runs": 1}
+    assert plan == {"train": 1, "rank_sweep_tables": 1, "figure": 1}
 
 
 def test_changed_settings_train_the_runs_that_have_them(finished: Checkout) -> None:
     studies = finished.path / "experiments" / "studies"
     with edited(studies / "rank_sweep.yaml", "iterations: 80, eval", "iterations: 60, eval"):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"train": all_runs(), **dict.fromkeys(("rank_sweep_tables", "figure", "runs"), 1)}
+    assert plan == {"train": all_runs(), **dict.fromkeys(("rank_sweep_tables", "figure"), 1)}
     # A claim reads the simulated table, and so does the study that goes beyond it, which has two figures.
     with edited(studies / "gpt2_12p1b_h100.yaml", "nodes: {value: 16", "nodes: {value: 32"):
         plan = followed_by_report(finished.plan(["all"])[0])
@@ -138,7 +138,7 @@ def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
     with edited(engine, code, code + "ANSWER = 42\n"):
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and "data" not in plan
-        assert plan["rank_sweep_tables"] == plan["runs"] == 1
+        assert plan["rank_sweep_tables"] == 1
     with edited(finished.path / "experiments" / "data" / "folder.py", code, code + "ANSWER = 42\n"):
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and plan["data"] == 1
@@ -175,7 +175,7 @@ def missing(*paths: Path) -> Iterator[None]:
 
 def test_a_missing_file_is_made_again(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
-    names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/moves.csv", "figures/break_even.pdf"
+    names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/steps.csv", "figures/break_even.pdf"
     with missing(*(folder / name for name in names)):
         plan = followed_by_report(finished.plan(["all"])[0])
     assert plan == {"rank_sweep_tables": 1, "gpt2_2p5b_v100_tables": 1, "figure": 3}
