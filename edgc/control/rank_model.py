@@ -141,5 +141,7 @@ def next_rank(stage: StageModel, r0: float, h0: float, h1: float) -> float:
     Differential entropy in nats moves with log sigma, so ``sigma_1 g(r) = sigma_0 g(r0)`` becomes
     ``g(r) = exp(h0 - h1) g(r0)`` (paper). Saturates at 0 and ``stage.max_rank``; any finite entropies are safe.
     """
+    if not (math.isfinite(h0) and math.isfinite(h1)):
+        raise ValueError(f"entropies must be finite, not {h0} and {h1}")
     # Beyond e^700 either clamp has long been reached; math.exp would overflow.
     return stage.rank_for_error(math.exp(min(h0 - h1, 700.0)) * stage.error(r0))

@@ -121,3 +121,6 @@ def test_next_rank_saturates_without_overflow() -> None:
     assert next_rank(stage, 64, 0.0, 8.0) > 255
     assert next_rank(stage, 256, 0.0, -1e300) == 256
     assert next_rank(stage, 400, 0.0, 0.0) == 256
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="finite"):
+            next_rank(stage, 64, 0.0, bad)
