@@ -16,7 +16,7 @@ EXAMPLES |= {"tests/unit_tests"}
 
 
 def stands(name: str, text: str) -> bool:
-    """Whether a reference leads to a module or a member, without its package to a name in the rest of its file."""
+    """True if a reference leads to a module or a member; without its package, to a name in the rest of its file."""
     if not name.startswith(tuple(f"{package}." for package in PACKAGES)):
         return re.search(rf"\b{name.partition('.')[0]}\b", ROLE.sub("", text)) is not None
     try:

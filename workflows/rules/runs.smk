@@ -50,12 +50,8 @@ rule train:
         results=subpath(output[0], ancestor=4),
         code=lambda w: recorded_or(f"{w.study}/{w.run}/run.yaml", TRAINING_CODE),
         settings=lambda w: run_settings(w.study, w.run),
-    # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes. On a terminal the progress bar
-    # is shown; the log gets the lines without it.
+    # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes.
     shell:
-        r"""
-        export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-        export TTY_COMPATIBLE=$([ -t 2 ] && echo 1 || echo 0) COLUMNS=$(stty size <&2 2>/dev/null | cut -d' ' -f2)
-        {resources.launch} --study {wildcards.study} --run {wildcards.run} --scale {params.scale} \
-            --results {params.results} 2>&1 | tee >(cat >&2) | sed -u 's/\x1b\[[0-9;?]*[A-Za-z]//g; s/.*\r//' >{log}
-        """
+        "export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1;"
+        " {resources.launch} --study {wildcards.study} --run {wildcards.run} --scale {params.scale}"
+        " --results {params.results} 2>&1 | tee {log} >&2"
