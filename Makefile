@@ -85,15 +85,6 @@ restore: venv ## put the runs of STUDY that are kept back into results, where th
 	@$(PIPELINE) texts
 	@$(PY) -m experiments.verdicts.archive --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
-# Not part of `reproduce`: 12 runs; 21 runs.
-.PHONY: optimus-cc
-optimus-cc: ## compare Optimus-CC and its parts and write that to results/reference/SCALE
-	@$(MAKE) keep STUDY=optimus_cc
-
-.PHONY: moe
-moe: ## train a small mixture of experts, compressed or not, and write that to results/reference/SCALE
-	@$(MAKE) keep STUDY=moe
-
 .PHONY: replay
 replay: venv ## compute what is in results/reference/SCALE again from its runs and compare (ARGS=--write: redraw)
 	@$(PY) -m experiments.verdicts.replay --scale $(SCALE) $(ARGS)
@@ -119,20 +110,13 @@ bench-network: venv ## time training steps over links of limited bandwidth (root
 
 .PHONY: bench-steps
 bench-steps: venv ## compare predicted with measured training steps over links of limited bandwidth (root only)
-	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS)); [ -n "$$folder" ] || exit 0; \
-	$(BENCH) pipeline --results '$(RESULTS)/bench' >/dev/null; \
-	$(PY) -m paper_figures bench_steps --results "$$folder"
+	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS)); \
+	[ -z "$$folder" ] || $(PY) -m paper_figures bench_steps --results "$$folder"
 
 .PHONY: bench-race
 bench-race: venv ## train over limited links until a validation loss is reached, by the clock (root only, two hours)
 	@folder=$$($(BENCH) race --results '$(RESULTS)/bench' $(ARGS)); \
 	[ -z "$$folder" ] || $(PY) -m paper_figures bench_race --results "$$folder"
-
-.PHONY: bench-stages
-bench-stages: venv ## see when pipeline stages finish with and without DAC, over links with injected delays
-	@folder=$$($(BENCH) stages --results '$(RESULTS)/bench' $(ARGS)); \
-	$(PY) -m paper_figures stage_spread --results "$$folder"; \
-	$(PY) -m paper_figures timeline --results "$$folder"
 
 .PHONY: bench-keep
 bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed
@@ -241,7 +225,7 @@ docs: venv ## build the site of the documentation, with the report, into build/s
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/site $(ARGS) && echo build/site/index.html
 
 .PHONY: environment
-environment: ## rewrite environment.yml from requirements.lock
+environment: ## rewrite environment.yml, for conda, from requirements.lock
 	@{ sed '/^  - pip:$$/q' environment.yml; sed -n 's/^[^#]/      - &/p' requirements.lock; } > environment.yml.tmp
 	@mv environment.yml.tmp environment.yml
 
@@ -265,7 +249,7 @@ $(VENV)/.complete: requirements.lock
 	"$$python" -m venv '$(VENV)'; \
 	echo "[2/4] $$count packages of requirements.lock, 2 GB: some minutes, most of them for downloads"; \
 	done=0; \
-	PYTHONUNBUFFERED=1 '$(PY)' -m pip install --disable-pip-version-check --progress-bar off -r requirements.lock | \
+	PYTHONUNBUFFERED=1 '$(PY)' -m pip install --disable-pip-version-check --progress-bar off --no-compile -r requirements.lock | \
 	while IFS= read -r line; do case "$$line" in \
 	  Collecting*) done=$$((done + 1)); [ $$((done % 25)) != 0 ] || echo "      $$done of $$count found, to $${line#* }" ;; \
 	  'Installing collected'*) echo '      all downloaded, unpacking' ;; \

@@ -21,12 +21,6 @@ include: "workflows/rules/zero_shot.smk"
 include: "workflows/rules/results.smk"
 
 
-# What the cluster can never start is refused before anything is submitted.
-onstart:
-    if ON_SLURM:
-        refuse_impossible(workflow.dag)
-
-
 rule all:
     default_target: True
     input:
@@ -66,15 +60,25 @@ rule ci_regression:
     localrule: True
 
 
-# As a module of another workflow none of this is ours: a misspelt target is refused with the nearest names; the last line
-# is that of the step that has failed, and so is the exit code where that refuses its input.
+# As a module of another workflow none of this is ours: a misspelt target is refused with the nearest names; the results
+# folder is claimed, unless the process that started Snakemake has done so; the last line is that of the step that has
+# failed, and so is the exit code where that refuses its input.
 if workflow.is_main_process and Path(workflow.main_snakefile) == ROOT / "Snakefile":
     folder = Path(config["results"], config["scale"])
+    claims = []
     try:
-        targets.check_targets(WANTED, config["scale"], folder, [rule.name for rule in workflow.rules])
+        known = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
+        targets.check_targets(targets.of_command_line(), known)
     except UserError as error:
         stop(error)
     shown = None if workflow.output_settings.dryrun else steps.attach()
+
+    onstart:
+        try:
+            if os.environ.get(jobs.MARK) != str(folder.resolve()):
+                claims.append(program.lock(folder))
+        except UserError as error:
+            stop(error)
 
     onerror:
         print("\n".join(program.closing_words(folder, config["scale"])), flush=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from edgc.sections import EntropyConfig, PipelineConfig, TimingConfig
+from edgc.sections import EntropyConfig, PipelineConfig
 
 if TYPE_CHECKING:
     from edgc.ddp import Handle, register
@@ -25,7 +25,6 @@ __all__ = [
     "EntropyConfig",
     "Handle",
     "PipelineConfig",
-    "TimingConfig",
     "UserError",
     "__version__",
     "attach",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +28,10 @@ from torch import Tensor
 
 from edgc.compressors import Gradient
 from edgc.compressors.base import Steps
-from edgc.control.controller import Decision
-from edgc.engine import Engine, Iteration
+from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.runtime.device import host_decides, own_modes
 
-Log = Callable[[Iteration, Decision | None], None]
 Layout = list[list[str]]
 _END, _FLUSH = object(), object()
 
@@ -75,10 +72,8 @@ class BucketWorker:
 
     Attributes:
         inline: whether the caller's thread does the work, as on a GPU.
-        log: called at the end of every iteration; on a CPU before its last future is set.
         error: what stopped the worker; every later bucket gets it. None while all is well.
-        skipped: steps (of an engine that does not wait with its state: reductions) given up so far because a gradient
-            was not finite.
+        skipped: steps given up so far because a gradient was not finite.
         layout: names of the gradients per reduction in the last iteration.
     """
 
@@ -92,9 +87,8 @@ class BucketWorker:
         closes: bool = True,
     ) -> None:
         self.engine, self.closes, self.group, self.parameters = engine, closes, group, parameters
-        self.log: Log | None = None
         self.error: Exception | None = None
-        self.skipped: int | Tensor = 0
+        self.skipped = 0
         self.layout: Layout = []
         self._replay, self._replays = list[list[str]](), 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -266,15 +260,12 @@ class BucketWorker:
         if not self._unsettled:
             return
         self._unsettled = False
-        given_up = self.engine.deferred and self.engine.given_up
+        given_up = self.engine.given_up
         self.engine.end_iteration(skipped=given_up)
-        assert self.engine.last is not None
-        self.skipped += given_up if self.engine.deferred else self.engine.last.statistics.skipped
+        self.skipped += given_up
         for name, gradient in self._left:
             self.engine.take_back(name, gradient)
         self._left.clear()
-        if self.log is not None:
-            self.log(self.engine.last, self.engine.decision)
 
     def _described(self, error: BaseException) -> Exception:
         """The error in one line, with where it happened; a mistake of the user's as it is."""

@@ -67,7 +67,7 @@ class EDGCConfig(Settings):
     key                  default   paper     why
     ===================  ========  ========  ==========================================================================
     method               none      edgc      nothing is compressed unless it is asked for
-    alignment            off       measured  one stage needs none, and with given or no times a run repeats bit for bit
+    alignment            off       measured  one stage needs none, and without times a run repeats bit for bit
     remeasure_above      0.2       None      the paper times once and leaves a network that changes open
     entropy.sampling     diagonal  random    the same share of every row and column, at less noise and cost
     ===================  ========  ========  ==========================================================================
@@ -196,12 +196,8 @@ class EDGCConfig(Settings):
                 break  # a method without policies
             name = values.get(key, getattr(cls, key, "") or usual)
             if not isinstance(name, str) or name not in names:
-                meant = [kind for kind in kinds if name in [*kind.examples]]
-                fix = f"use one of {', '.join(names)}"
-                if meant:
-                    own = [f"{k}: {v}" for k, v in meant[0].examples[name].settings.items()]
-                    fix = f"did you mean {', '.join([meant[0].title(), *own])}?"
-                raise UserError(f"{prefix}{key} = {name!r} is not valid", where=where, fix=fix)
+                what = f"{prefix}{key} = {name!r} is not valid"
+                raise UserError(what, where=where, fix=f"use one of {', '.join(names)}")
             kinds = [kind for kind in kinds if getattr(kind, key) == name]
         [kind] = kinds
         return kind
@@ -215,9 +211,7 @@ class EDGCConfig(Settings):
             if not kinds:
                 raise unknown(key, own, where, prefix)
             name, value = next(iter(dotted({key: values[key]}).items()))
-            # A method that has the setting under every policy is named once.
-            whole = {kind.method for kind in kinds} - {kind.method for kind in methods() if kind not in kinds}
-            titles = dict.fromkeys(f"method: {k.method}" if k.method in whole else k.title() for k in kinds)
+            titles = dict.fromkeys(k.title() if k.method == cls.method else f"method: {k.method}" for k in kinds)
             raise cls._unused(prefix + name, value, f"set {' or '.join(titles)}", where)
         for f in own.values():
             if f.name not in values and f.default is f.default_factory is MISSING:

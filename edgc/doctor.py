@@ -64,33 +64,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="python -m edgc.doctor", description=__doc__)
     add = parser.add_argument
     add("--shapes", type=_shape, nargs="+", metavar="MxN", help="matrices to reduce, e.g. 1024x3072 1024x1024")
-    add("--hidden", type=int, help="instead: width of GPT blocks (default 1024, GPT-2 medium)")
-    add("--layers", type=int, help="and their number (default 1)")
+    add("--hidden", type=int, default=1024, help="instead: width of a GPT block (default 1024, GPT-2 medium)")
     add("--rank", type=int, nargs="+", default=[8, 32, 64, 128], help="default 8 32 64 128")
     add("--factor-dtype", nargs="+", choices=FACTOR_BITS, default=["fp32", "int8"], help="of the ranks")
     add("--bandwidth", type=float, metavar="GBIT", help="assume this network, in Gbit/s per rank")
     add("--latency", type=float, metavar="US", help="assume this latency of a round, in microseconds")
     add("--repeats", type=int, default=5)
-    add("--threads", type=int, help="per process (default: the cores shared out)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
-    for key in ("hidden", "layers", "repeats", "threads"):
-        if getattr(options, key) is not None:
-            integer(f"--{key}", getattr(options, key), 1)
-    for rank in options.rank:
-        integer("--rank", rank, 1)
+    for key, value in (("hidden", options.hidden), ("repeats", options.repeats), *(("rank", r) for r in options.rank)):
+        integer(f"--{key}", value, 1)
     for key, above in (("bandwidth", True), ("latency", False)):
         if getattr(options, key) is not None:
             number(f"--{key}", getattr(options, key), 0, open_low=above)
-    if options.shapes and (options.hidden or options.layers):
-        raise UserError("--shapes and --hidden or --layers exclude each other", fix="give only one of them")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device = cuda, but torch sees no GPU", fix="use --device cpu")
-    h = options.hidden or 1024
-    options.shapes = options.shapes or [(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * (options.layers or 1)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
-    options.threads = options.threads or max(1, (os.cpu_count() or 1) // local)
+    h = options.hidden
+    options.shapes = options.shapes or [(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)]
     options.bandwidth = None if options.bandwidth is None else options.bandwidth * GBIT
     options.latency = None if options.latency is None else options.latency * 1e-6
     return options
@@ -155,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Measure with all ranks of the default process group; the same report on every rank, see :func:`assess`."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "2"))))
     points = _all_reduces(options.repeats, device)
     generator = torch.Generator("cpu").manual_seed(dist.get_rank())
     # Views of one buffer, as a bucket of DDP: a dense reduction then has nothing to pack.
@@ -175,15 +166,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "shapes": [list(shape) for shape in options.shapes],
-        "factor_dtypes": list(dict.fromkeys(options.factor_dtype)),
     }
     rows = [{"method": name, **_time(config, gradients, options.repeats)} for name, config in methods.items()]
     return assess(machine, points, rows, options.bandwidth, options.latency)
-
-
-def _slowest(seconds: float) -> float:
-    """The largest of all ranks' values, so that all ranks decide alike."""
-    return max(gather_objects(seconds))
 
 
 def _all_reduces(repeats: int, device: torch.device) -> list[tuple[float, float]]:
@@ -196,7 +181,7 @@ def _all_reduces(repeats: int, device: torch.device) -> list[tuple[float, float]
             started = mark(device)
             dist.all_reduce(tensor)
             times.append(seconds_between(started, mark(device)))
-        seconds = _slowest(statistics.median(times[1:]))
+        seconds = max(gather_objects(statistics.median(times[1:])))  # so that all ranks decide alike
         points.append((2 * (world - 1) / world * size, seconds))
         if seconds * repeats > _SLOW and len(points) > 1:
             break
@@ -212,7 +197,7 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], repeats: int) -> di
 
     for repeat in range(repeats + 1):
         rounds = sum(1 for _ in reduction())
-        if repeat == 0 and _slowest(benchmark.seconds(results[0])) > _SLOW:
+        if repeat == 0 and max(gather_objects(benchmark.seconds(results[0]))) > _SLOW:
             break
     timed = results[1:] or results  # the first one also pays for memory
     seconds = (
@@ -240,39 +225,20 @@ class Cost:
 @dataclass(frozen=True)
 class Link:
     """Latency of a round in seconds and bandwidth in bytes per second, of one rank's sending: bytes are counted as in
-    :class:`edgc.runtime.channel.Channel`, by the ring or direct formula.
-
-    ``residual`` is the root mean square of the fit's relative errors, 0 for a link that was given.
-    """
+    :class:`edgc.runtime.channel.Channel`, by the ring or direct formula."""
 
     latency: float
     bandwidth: float
-    residual: float = 0.0
 
     @classmethod
-    def fit(cls, points: Sequence[tuple[float, float]]) -> Self:
-        """Least squares of the relative errors through (bytes sent, seconds), with no part below 0.
+    def through(cls, points: Sequence[tuple[float, float]]) -> Self:
+        """Link on which the smallest and the largest of (bytes sent, seconds) take as long as they did.
 
         A time that does not grow with the size gives an infinite bandwidth.
-
-        Raises:
-            ValueError: fewer than two different sizes, or a time that is not above 0.
         """
-        if len({size for size, _ in points}) < 2 or not all(0 < t < math.inf for _, t in points):
-            raise ValueError(f"a link needs two sizes and times above 0, not {list(points)}")
-        u = [1 / seconds for _, seconds in points]
-        v = [size / seconds for size, seconds in points]
-        uu, uv, vv = (math.fsum(a * b for a, b in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
-        determinant = uu * vv - uv * uv
-        latency = (math.fsum(u) * vv - math.fsum(v) * uv) / determinant
-        slope = (math.fsum(v) * uu - math.fsum(u) * uv) / determinant
-        if latency < 0:
-            latency, slope = 0.0, math.fsum(v) / vv
-        elif slope <= 0:
-            latency, slope = math.fsum(u) / uu, 0.0
-        errors = [(latency + slope * size) / seconds - 1 for size, seconds in points]
-        residual = math.sqrt(math.fsum(error**2 for error in errors) / len(errors))
-        return cls(latency, 1 / slope if slope > 0 else math.inf, residual)
+        (small, quick), (large, slow) = min(points), max(points)
+        slope = max(0.0, (slow - quick) / (large - small))
+        return cls(max(0.0, quick - slope * small), 1 / slope if slope > 0 else math.inf)
 
     def seconds(self, cost: Cost) -> float:
         """Time of a reduction over this link, on which each of its rounds waits for the one before."""
@@ -307,7 +273,7 @@ def assess(
         ``pays_below_gbit`` added (inf: at any bandwidth, 0: at none); ``verdicts``: a sentence per method and a
         conclusion.
     """
-    fitted = Link.fit(points)
+    fitted = Link.through(points)
     link = Link(fitted.latency if latency is None else latency, fitted.bandwidth if bandwidth is None else bandwidth)
     costs = [Cost(row["seconds_compress"] + row["seconds_decompress"], row["bytes"], row["rounds"]) for row in rows]
     at, dense, methods, verdicts = f"at {link.bandwidth / GBIT:.3g} Gbit/s", link.seconds(costs[0]), [], []
@@ -331,7 +297,6 @@ def assess(
         "latency_source": "measured" if latency is None else "assumed",
         "measured_bandwidth_gbit": fitted.bandwidth / GBIT,
         "measured_latency_seconds": fitted.latency,
-        "fit_residual": fitted.residual,
         "points": [list(point) for point in points],
     }
     return {**machine, "network": network, "methods": methods, "verdicts": verdicts}
@@ -345,7 +310,7 @@ def text(report: dict[str, Any], local: bool) -> str:
         f"{report['world']} processes ({report['backend']}, {report['device']}, {report['threads']} threads each); "
         f"{len(report['shapes'])} matrices with {entries / 1e6:.3g} M entries",
         f"all-reduce {where}, measured: {network['measured_bandwidth_gbit']:.3g} Gbit/s, "
-        f"{network['measured_latency_seconds'] * 1e6:.3g} us a round (fit within {network['fit_residual']:.0%})",
+        f"{network['measured_latency_seconds'] * 1e6:.3g} us a round",
         f"network below: {network['bandwidth_gbit']:.3g} Gbit/s ({network['bandwidth_source']}), "
         f"{network['latency_seconds'] * 1e6:.3g} us a round ({network['latency_source']})",
         "",

@@ -20,7 +20,7 @@ from edgc.compressors.base import Steps
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.control.controller import Decision, Plan
-from edgc.monitor import Iteration, Monitor, Shape
+from edgc.monitor import Iteration, Matrix, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 from edgc.runtime.device import own_modes
 
@@ -39,17 +39,14 @@ class Engine:
     Args:
         config: validated settings, equal on all ranks.
         stage: pipeline stage of this rank.
-        shapes: shapes of the compressible matrices of every stage, stage 0 first, equal on all ranks.
+        stages: compressible matrices of every stage, stage 0 first, equal on all ranks; (rows, columns) is one of fp32.
         iterations: length of the run, which warm-up is a share of.
         exchange_group: group over which ranks exchange measurements; None is the world.
         observer: called with the local gradients before they are reduced, for studies.
-        deferred: whether changes of error feedback and warm start wait for :meth:`end_iteration`, which may drop them.
         overlapped: whether reductions overlap with backward or with each other, so that the time they are waited for
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
-        gradient_bits: of an entry of the first stage's compressible gradients, on average; equal on all ranks.
         embeddings: names of this rank's parameters that are embeddings (:func:`edgc.entropy.meter.embeddings`).
-        embedding_shapes: of ``shapes`` of the first stage those of embeddings; equal on all ranks.
 
     Attributes:
         monitor: what is measured and decided.
@@ -66,37 +63,28 @@ class Engine:
         config: EDGCConfig,
         *,
         stage: int,
-        shapes: Sequence[Sequence[Shape]],
+        stages: Sequence[Sequence[Matrix | Shape]],
         iterations: int,
         exchange_group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
-        deferred: bool = False,
         overlapped: bool = False,
         open_channel: Callable[..., Channel] = Channel,
-        gradient_bits: float = 32,
         embeddings: Collection[str] = (),
-        embedding_shapes: Sequence[Shape] = (),
     ) -> None:
-        self.config = config
-        self.stage, self.stages = stage, len(shapes)
+        self.config, self.stage = config, stage
         self.compressor = config.build()
         self.warm_up = config.build_warm_up()
-        self.deferred = deferred
-        for compressor in self._compressors:
-            compressor.deferred = deferred
         self.observer, self.open_channel = observer, open_channel
         self.monitor = Monitor(
             config,
             # Through whatever reductions are sent at the time: studies exchange it.
             lambda *options: self.open_channel(*options),
             stage=stage,
-            shapes=shapes,
+            stages=[[Matrix(*matrix) for matrix in each] for each in stages],
             iterations=iterations,
             exchange_group=exchange_group,
             overlapped=overlapped,
-            gradient_bits=gradient_bits,
             embeddings=embeddings,
-            embedding_shapes=embedding_shapes,
         )
         self.controller, self.entropy = self.monitor.controller, self.monitor.entropy
         self.iteration = 1
@@ -107,7 +95,6 @@ class Engine:
     def _look_ahead(self) -> None:
         """Plan this iteration, and all that follow until something is due."""
         self.plan: Plan = self.controller.plan(self.iteration)
-        self.entropy.follow(self.plan.in_warm_up)
         if self.warm_up is not None and not self.plan.in_warm_up:
             assert isinstance(self.compressor, PowerSGD)
             self.compressor.adopt_errors(self.warm_up)
@@ -214,9 +201,11 @@ class Engine:
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
         self._look_at(gradients, "local")
-        bytes_sent = self.compressor.reduce(gradients, self.open_channel(group), None).bytes
-        self._statistics.bytes += bytes_sent
-        self._statistics.dense_bytes += bytes_sent
+        statistics = Statistics()
+        for _ in self.compressor.exchange(gradients, self.open_channel(group), None, statistics):
+            pass
+        self._statistics.bytes += statistics.bytes
+        self._statistics.dense_bytes += statistics.bytes
         self._look_at(gradients, "reduced")
 
     def add_loss(self, loss: float) -> None:
@@ -259,7 +248,7 @@ class Engine:
                 counts: the last one may hold reductions that overlap with it.
             exposed: time in which this rank's step has waited for averaged gradients, if that was measured.
             skipped: whether the step is given up, the same on every rank of every stage: nothing of the iteration is
-                taken as a measurement, and what was ``deferred`` is dropped.
+                taken as a measurement, and error feedback and warm start stay as they were.
         """
         monitor, plan = self.monitor, self.plan
         # Benchmarks disturb the step that they are part of.
@@ -320,7 +309,6 @@ class Engine:
         in_warm_up = self.controller.plan(self.iteration).in_warm_up
         self.warm_up = self.config.build_warm_up() if in_warm_up else None
         if self.warm_up is not None:
-            self.warm_up.deferred = self.deferred
             self.warm_up.load_state_dict({"errors": compressor["errors"], "counts": {}})
             compressor = {**compressor, "errors": {}}
         self.compressor.load_state_dict(compressor)

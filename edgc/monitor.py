@@ -13,17 +13,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from edgc.checks import need
 from edgc.compressors import Channel, Compressor, Gradient, Statistics
+from edgc.compressors.base import mean_bits
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.powersgd import LowRankConfig, saves_bytes
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import CompressingConfig, EDGCConfig
-from edgc.control.controller import Decision, Plan, make_controller
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Decision, Plan
 from edgc.control.settings import PolicyConfig
 from edgc.entropy.meter import EntropyMeter
 from edgc.measurement.mean_error import MeanError
@@ -33,6 +35,19 @@ from edgc.runtime.channel import Stopwatch
 from edgc.timing.benchmark import Benchmark, verdicts
 
 Shape = tuple[int, int]
+
+
+class Matrix(NamedTuple):
+    """A parameter that is compressed: its local shape, the bits of an entry of its gradient, and its kind."""
+
+    rows: int
+    columns: int
+    bits: int = 32
+    embedding: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return self.rows, self.columns
 
 
 @dataclass(frozen=True)
@@ -101,36 +116,41 @@ class Monitor:
         open_channel: Callable[..., Channel],
         *,
         stage: int,
-        shapes: Sequence[Sequence[Shape]],
+        stages: Sequence[Sequence[Matrix]],
         iterations: int,
         exchange_group: dist.ProcessGroup | None,
         overlapped: bool,
-        gradient_bits: float,
         embeddings: Collection[str],
-        embedding_shapes: Sequence[Shape],
     ) -> None:
-        self.config, self.stage, self.stages = config, stage, len(shapes)
-        options: dict[str, Any] = {"gradient_bits": gradient_bits, "embeddings": embedding_shapes}
-        self.controller = make_controller(config, shapes, iterations, overlapped=overlapped, **options)
+        self.config, self.stage, self.stages = config, stage, len(stages)
+        first = stages[0] if stages else ()
+        self.gradient_bits = mean_bits((matrix.shape, matrix.bits) for matrix in first)
+        self.controller = make_controller(
+            config,
+            [[matrix.shape for matrix in each] for each in stages],
+            iterations,
+            overlapped=overlapped,
+            gradient_bits=self.gradient_bits,
+            embeddings=[matrix.shape for matrix in first if matrix.embedding],
+        )
         self.entropy = EntropyMeter(config, embeddings)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
         self.benchmark = Benchmark(config.build_to_time, stage, gated, open_channel)
         self.window, self.mean_error = Window(config.window), MeanError(config.seed)
-        self.gradient_bits = gradient_bits
         self.keeps_times = isinstance(config, PolicyConfig) and config.remeasure_above is not None
         self.replicas = math.nan
         self.entropy_full: tuple[float, ...] = ()
         self._exchange_group, self._open_channel = exchange_group, open_channel
-        self._notices: set[str] = set()
+        self._noticed = ""
         self._warn()
         dtype = config.factor_dtype if isinstance(config, LowRankConfig) else "fp32"
-        self._saves_bytes = partial(saves_bytes, factor_dtype=dtype, gradient_bits=gradient_bits)
+        self._saves_bytes = partial(saves_bytes, factor_dtype=dtype, gradient_bits=self.gradient_bits)
 
     def _warn(self) -> None:
-        """Warn once, on the first rank, of the controller's notice."""
+        """Warn, on the first rank, of a new notice of the controller's."""
         notice = self.controller.notice
-        if notice and notice not in self._notices:
-            self._notices.add(notice)
+        if notice and notice != self._noticed:
+            self._noticed = notice
             if self._open_channel(self._exchange_group).rank == 0:
                 warnings.warn(f"edgc: {notice}", stacklevel=2)
 
@@ -207,11 +227,12 @@ class Monitor:
             finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(iteration)
-        row = self.window.row(self.stage, grid, watches, probe, backward, self.replicas)
+        place = {"stage": self.stage, "replicas": self.replicas}
+        row = place | self.window.row(grid, watches) | {"probe_seconds": probe, "backward_seconds": backward}
         # Pickled, floats keep their bits.
         channel = self._open_channel(self._exchange_group)
         told = channel.gather((row, self.benchmark.group_times if plan.gate else []))
-        gate = verdicts([(int(each[0]), times) for each, times in told])
+        gate = verdicts([(each["stage"], groups) for each, groups in told])
         if plan.gate:
             self.benchmark.follow(gate)
         rows, probed = [each for each, _ in told], plan.probe_rank is not None

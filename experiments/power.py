@@ -14,11 +14,8 @@ from typing import Annotated, Any
 
 import pandas as pd
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from edgc.errors import UserError
-from experiments.analyse.tables import write_table
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
 from experiments.common.equivalence import MOST, power_of_difference, power_of_equality, seeds_needed
@@ -59,7 +56,6 @@ def main(
     scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "workstation",
     against: Annotated[str, typer.Option(help="only pairs with this variant")] = "",
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results/reference"),
-    out: Annotated[Path | None, typer.Option(help="also write the table to this file")] = None,
 ) -> None:
     """Say how many seeds resolve a difference between the variants of a study."""
     matrix.load_study(study)
@@ -70,18 +66,10 @@ def main(
     if table.empty:
         fix = "train more seeds, or name another variant"
         raise UserError(f"no two variants have {LEAST_SEEDS} seeds in common", where=path, fix=fix)
-    if out is not None:
-        write_table(out, table)
-    shown = Table(title=f"{study}, {scale}: seeds for 80 % power at {effect:g} nats")
-    for column in ("variant", "against", "seeds", "difference", "sd", "to see a difference", "to show equality"):
-        shown.add_column(column)
-    for row in table.itertuples():
-        needed = (row.seeds_to_see_difference, row.seeds_to_show_equality)
-        numbers = [f"{number:.0f}" if math.isfinite(number) else f"> {MOST}" for number in needed]
-        shown.add_row(
-            row.variant, row.against, str(row.seeds), f"{row.difference_nats:+.4f}", f"{row.sd_nats:.4f}", *numbers
-        )
-    Console().print(shown)
+    for column in ("seeds_to_see_difference", "seeds_to_show_equality"):
+        table[column] = [f"{number:.0f}" if math.isfinite(number) else f"> {MOST}" for number in table[column]]
+    print(f"{study}, {scale}: seeds for 80 % power at {effect:g} nats")
+    print(table.to_string(index=False, float_format="{:+.4f}".format))
 
 
 if __name__ == "__main__":

@@ -29,19 +29,24 @@ FLOOR: dict[str, Any] = {"color": "#444444", "linewidth": 0.9, "linestyle": (0, 
 
 
 def draw(results: Path) -> Figure:
-    """Medians over rounds with quartiles; processor time where one thread runs, else wall time."""
+    """Medians over rounds with quartiles; processor time where one thread runs, else wall time.
+
+    Only tables written up to commit b28727f have a floor.
+    """
     table = inputs.read_benchmark(results / "engine.csv", "the engine benchmark", "bench")
     table = table[table["gradient_dtype"] == table["gradient_dtype"].iloc[0]]
     good = table[(table["status"] == "ok") & (table["products"] != "bf16")]
     alone = good[good["network"] == "none"]
     threads = sorted(alone["threads"].unique())
     first = alone[alone["allocator"] == alone["allocator"].iloc[0]]
-    fig, axes = style.figure(4, 1, height=9.6)
+    floor = "floor_ms" in table
+    fig, axes = style.figure(3 + floor, 1, height=7.2 + 2.4 * floor)
     times(axes[0], alone[alone["threads"] == threads[0]])
     ratios = speedups(axes[1], first, threads)
-    floors(axes[2], first[first["threads"] == threads[0]])
-    shares(axes[3], good)
-    for ax in axes[:3]:
+    if floor:
+        floors(axes[2], first[first["threads"] == threads[0]])
+    shares(axes[-1], good)
+    for ax in axes[:-1]:
         style.log_x(ax, sorted(good["rank"].unique()), room=1.2)
         ax.set_xlabel("rank (log scale)")
     spread = f"{min(ratios):.1f} to {max(ratios):.1f} times" if ratios else ""
@@ -49,11 +54,11 @@ def draw(results: Path) -> Figure:
     note = texts.count_note(
         good["repeats"],
         f"{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}; caches of a core: {table['caches'].iloc[0]}",
-        f"(a), (c) {count_of(threads[0])}; (b) 1 is torch's time; medians of ratios within rounds",
+        f"(a){', (c)' * floor} {count_of(threads[0])}; (b) 1 is torch's time; medians of ratios within rounds",
         what="rounds",
         bars="bars: quartiles",
     )
-    return texts.finish(fig, axes, title, note, style.handles(axes[0], axes[2]))
+    return texts.finish(fig, axes, title, note, style.handles(*axes[0:-1:2]))
 
 
 def clock_of(rows: pd.DataFrame, threads: int) -> str:
@@ -87,7 +92,8 @@ def times(ax: Axes, rows: pd.DataFrame) -> None:
     for dtype, look in OURS.items():
         bars(ax, first[first["factor_dtype"] == dtype], column, look, look.label)
     base, copied = first[first["factor_dtype"] == "fp32"], first[first["engine"] == "copy"]
-    ax.plot(base["rank"], base["floor_ms"], label="floor", **FLOOR)
+    if "floor_ms" in base:
+        ax.plot(base["rank"], base["floor_ms"], label="floor", **FLOOR)
     thin = FLOOR | {"color": "#999999", "linestyle": (0, (1, 1))}
     ax.plot(copied["rank"], copied[column], label="dense copy", **thin)
     style.log_y(ax)

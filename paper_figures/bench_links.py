@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import inputs, names, style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.bench import TORCH
 
 TABLES = {
@@ -50,7 +50,7 @@ def bench_network(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         step_times(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
-    names.name_rows(fig, axes, [label(name) for name in methods])
+    texts.name_rows(fig, axes, [label(name) for name in methods])
     note = texts.count_note(
         table.loc[table["status"] == "ok", "rounds"],
         "two ranks training a small GPT (sizes: network.json); dashed: no compression, DDP's own buckets; "
@@ -112,7 +112,7 @@ def bench_race(results: Path) -> Figure:
         race_times(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
         ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
     labels = dict(zip(summary["method"], summary["label"], strict=True))
-    names.name_rows(fig, axes, [labels[name] for name in order])
+    texts.name_rows(fig, axes, [labels[name] for name in order])
     note = texts.count_note(
         summary.loc[summary["reached"] > 0, "reached"],
         "measured, two workers, uncompressed = 1; order: time at the slowest limit; "

@@ -48,8 +48,6 @@ network. (b) What each method saves of it against uncompressed fp32. (c), (d) Wh
 lines: EDGC with the ranks that its controller takes when it is told the entropy of a recorded run (``traces.csv``)."""
 SAVED = "reduction_communication_percent"  # what the paper's claim and ours are about
 EDGC, BAND = "edgc", ("edgc_r_min", "edgc_r_max")
-TOGETHER = 12.0  # percentage points
-ROOM = 12.0  # percentage points that a text below a line needs above the axis
 OPEN = ":"  # the highest fixed rank: dotted, open markers; the others are in the table
 TRACE = "#7A2E00"  # darker than EDGC with the mean rank, which is assumed
 
@@ -61,18 +59,15 @@ def draw(results: Path, study: str) -> Figure:
     table = table[table["stage"] == "slowest"].sort_values("gbits_per_second")
     if set(table["kind"]) != {"simulated"}:
         raise UserError("table.csv holds rows that are not simulated", where=results / study, fix="make it again")
-    table, traces = (
-        rows.assign(seconds=rows["seconds_communication"] + rows["seconds_compress"]) for rows in (table, traces)
-    )
+    for rows in (table, traces):
+        rows["seconds"] = rows["seconds_communication"] + rows["seconds_compress"]
     facts = json.loads((results / study / "summary.json").read_text(encoding="utf-8"))
-
     fig, axes = style.figure(4, 1, height=9.0, sharex=True)
     top, bottom, *of_step = axes
     panel(top, table, traces, "seconds")
     top.set(yscale="log", ylabel="gradient time per step (s)", title=f"SIMULATED: {facts['title']}")
     saved = table[table["method"] != "none"]
     panel(bottom, saved, traces, SAVED)
-    name_traces(bottom, traces)
     bottom.set(ylim=(0, 102), ylabel="time saved (%)", title="SIMULATED: communication time saved")
     look: dict[str, Any] = {"color": "#000000", "linewidth": 0.9}
     if claimed:
@@ -101,9 +96,8 @@ def draw(results: Path, study: str) -> Figure:
 
 def lines(methods: pd.Series) -> list[tuple[str, str, Any]]:
     """(method, label, line style) of what is drawn, uncompressed first."""
-    known = list(dict.fromkeys(methods))
-    fixed = max(int(name.removeprefix("powersgd_r")) for name in known if name.startswith("powersgd_r"))
-    quantised = next(name for name in known if name.startswith("factors_int8_r"))
+    fixed = max(int(name.removeprefix("powersgd_r")) for name in methods if name.startswith("powersgd_r"))
+    quantised = next(name for name in methods if name.startswith("factors_int8_r"))
     drawn: list[tuple[str, str, Any]] = [
         ("none", "uncompressed fp32", "-"),
         ("bf16", "bf16", "--"),
@@ -114,7 +108,7 @@ def lines(methods: pd.Series) -> list[tuple[str, str, Any]]:
         ("topk", "top-k 1 %", "-."),
         (EDGC, "EDGC, mean rank", "-"),
     ]
-    return [line for line in drawn if line[0] in known]
+    return [line for line in drawn if line[0] in set(methods)]
 
 
 def panel(ax: Axes, table: pd.DataFrame, traces: pd.DataFrame, column: str) -> None:
@@ -132,18 +126,6 @@ def panel(ax: Axes, table: pd.DataFrame, traces: pd.DataFrame, column: str) -> N
     for _, rows in runs:
         label = f"EDGC, recorded entropy ({len(runs)} runs)"
         ax.plot(rows["gbits_per_second"], rows[column], color=TRACE, linewidth=0.6, label=label)
-
-
-def name_traces(ax: Axes, traces: pd.DataFrame) -> None:
-    """The names of the recorded runs at the left ends of their lines; those that lie together share one text."""
-    left = traces[traces["gbits_per_second"] == traces["gbits_per_second"].min()].sort_values(SAVED)
-    for _, group in left.groupby((left[SAVED].diff() > TOGETHER).cumsum()):
-        kinds = group["entropy"].map(lambda name: "BERT" if name == "bert" else "GPT").value_counts()
-        words = "entropy of " + " and ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in kinds.items())
-        low = group[SAVED].min()
-        below = low > ROOM
-        place, offset = (group["gbits_per_second"].iloc[0], low), (6, -2 if below else 2)
-        texts.label_point(ax, words, place, offset, va="top" if below else "bottom", fontsize=style.MIN_FONT)
 
 
 def finding(table: pd.DataFrame, traces: pd.DataFrame) -> str:

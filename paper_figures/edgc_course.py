@@ -36,9 +36,13 @@ def draw(results: Path, name: str) -> Figure:
         rows = curves[curves["variant"] == variant]
         entropies(above, rows)
         ranks(below, rows)
-        limits(below, runs[runs["variant"] == variant])
+        for limit in ("r_max", "r_min"):
+            for value in runs.loc[runs["variant"] == variant, limit].dropna().unique():
+                below.axhline(value, color="#777777", linewidth=0.6, zorder=1, label="r_max, r_min")
         above.set(title=f"{label}, entropy", ylabel="entropy (nats)")
-        below.set(title=f"its rank: {course(rows)}", ylabel="rank r")
+        used = rows[columns_of(curves, "rank")].stack().dropna()
+        span = f"{used.min():g} to {used.max():g}" if used.nunique() > 1 else f"always {used.min():g}"
+        below.set(title=f"its rank: {'never compressed' if used.empty else span}", ylabel="rank r")
         below.set_ylim(bottom=0)
         below.locator_params(axis="y", nbins=6)  # or equal panels get other ticks, by the last digits of their limits
     axes[-1].set_xlabel("iteration")
@@ -59,8 +63,6 @@ def entropies(ax: Axes, curves: pd.DataFrame) -> None:
     for column, colour in zip(columns, style.stage_colours(len(columns)), strict=True):
         for number, (_, run) in enumerate(curves.groupby("seed")):
             ax.plot(run["iteration"], run[column], color=colour, linestyle=LINES[number % 4], linewidth=1.0)
-    if curves[columns].isna().all(axis=None):
-        texts.message(ax, "no entropy was measured")
 
 
 def finding(curves: pd.DataFrame) -> str:
@@ -72,23 +74,6 @@ def finding(curves: pd.DataFrame) -> str:
         moves.append((fell.any(axis=None), ((steps > 0) & fell).any(axis=None)))
     fell_in, rose_in = (sum(map(bool, each)) for each in zip(*moves, strict=True))
     return f"The rank falls in {fell_in} of {len(moves)} runs and rises again in {rose_in}"
-
-
-def course(curves: pd.DataFrame) -> str:
-    """Sentence on which ranks all stages and seeds used."""
-    ranks = curves[columns_of(curves, "rank")].stack().dropna()
-    if ranks.empty:
-        return "never compressed"
-    low, high = ranks.min(), ranks.max()
-    return f"always {low:g}" if low == high else f"{low:g} to {high:g}"
-
-
-def limits(ax: Axes, runs: pd.DataFrame) -> None:
-    """r_min and r_max of the controller, where all seeds agree on them."""
-    for column in ("r_max", "r_min"):
-        values = runs[column].dropna().unique()
-        if len(values) == 1:
-            ax.axhline(values[0], color="#777777", linewidth=0.6, zorder=1, label="r_max, r_min")
 
 
 def ranks(ax: Axes, curves: pd.DataFrame) -> None:

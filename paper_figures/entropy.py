@@ -2,11 +2,9 @@
 
 import itertools
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -15,20 +13,19 @@ from matplotlib.figure import Figure
 from paper_figures import inputs, style, texts
 
 TABLES = {
-    "entropy_trend": ("entropy_trend/trend.csv", "entropy_trend/parameters.csv", "entropy_trend/norms.csv"),
+    "entropy_trend": ("entropy_trend/trend.csv", "entropy_trend/parameters.csv"),
     "entropy_conditions": ("entropy_trend/trend.csv", "entropy_trend/table.csv"),
     "entropy_moments": ("entropy_trend/trend.csv",),
 }
 CAPTION = {
     "entropy_trend": """\
-**Entropy of gradients through training, GPT and BERT.** Top: change of the entropy since the first probe,
-mean over parameters weighted by their size, one line per estimator; the differential estimators (histogram,
-Gaussian, Vasicek) follow the gradient's scale, the discrete entropy of the authors' released code cannot,
-because it is computed over [min, max]. Middle: log σ of every parameter (thin) and the mean of its group
-(thick). Bottom: gradient norm before and after clipping. Everything above was measured before clipping. How
-to read it: a line that falls and stays down supports the paper's observation; a line that falls first and
-rises later does so only for the first part of training. The verdict in ``entropy_trend/table.csv`` follows
-rules fixed before the runs.""",
+**Entropy of gradients through training, GPT and BERT.** Top: change of the entropy since the first probe, mean over
+parameters weighted by their size, one line per estimator; the differential estimators (histogram, Gaussian, Vasicek)
+follow the gradient's scale, the discrete entropy of the authors' released code cannot, because it is computed over
+[min, max]. Below: log σ of every parameter (thin) and the mean of its group (thick). Everything was measured before
+clipping. How to read it: a line that falls and stays down supports the paper's observation; a line that falls first
+and rises later does so only for the first part of training. The verdict in ``entropy_trend/table.csv`` follows rules
+fixed before the runs.""",
     "entropy_conditions": """\
 **What makes the entropy of gradients fall.** (a) Entropy of the gradients since the first probe (nats;
 histogram estimate, mean over the matrices weighted by size, before clipping). At workstation scale each
@@ -61,32 +58,29 @@ LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
 PANELS = (
     ("skewness", "skewness (log beyond ±1)", "no unit", 1.0),
     ("excess_kurtosis", "excess kurtosis (log above 1)", "no unit", 1.0),
-    ("near_zero", "mass near zero: |g| < 0.001 σ₀", "% of the entries", 100.0),
+    ("near_zero", "|g| < 0.001 σ₀ (log above 1 %)", "% of the entries", 100.0),
     ("correlation_layers", "correlation between layers", "mean |Pearson|, no unit", 1.0),
 )
 
 
 def entropy_trend(results: Path) -> Figure:
-    """One column of panels per run variant (GPT, BERT): entropy change, log sigma, gradient norm."""
-    trend, parameters, norms = inputs.tables(results, TABLES["entropy_trend"])
+    """Change of the entropy, then log sigma, a panel per run variant (GPT, BERT)."""
+    trend, parameters = inputs.tables(results, TABLES["entropy_trend"])
     trend = trend[trend["variant"].isin(PLAIN)]
     variants = list(dict.fromkeys(trend["variant"]))
-    fig, parts = style.stacked([2.0, 2.5, 1.9])
-    grid = np.array([np.ravel(part.subplots(1, len(variants), sharey=True)) for part in parts], dtype=object)
+    fig, axes = style.figure(2 * len(variants), 1, height=8.4)
+    above, below = axes[: len(variants)], axes[len(variants) :]
     moves = []
-    for axes, variant in zip(grid.T, variants, strict=True):
+    for top, bottom, variant in zip(above, below, variants, strict=True):
         rows = trend[trend["variant"] == variant]
         whole, label = rows[rows["group"] == "<all>"], rows["label"].iloc[0]
         moves.append(f"{label} {moved(whole)}")
-        by_estimator(axes[0], whole)
-        sigmas(axes[1], parameters[parameters["variant"] == variant])
-        clipping(axes[2], norms[norms["variant"] == variant])
-        for ax, name in zip(axes, ("entropy", "log σ", "norm"), strict=True):
-            ax.set(title=f"{label}, {name}", xlabel="iteration")
-    labels = "change of entropy\nsince first probe (nats)", "log σ (σ in units of\nthe gradient)", "gradient norm (L2)"
-    for part, row, label in zip(parts, grid, labels, strict=True):
-        row[0].set_ylabel(label)
-        part.legend(*style.handles(*row), loc="outside upper center", ncols=3, columnspacing=0.8, handlelength=1.5)
+        by_estimator(top, whole)
+        sigmas(bottom, parameters[parameters["variant"] == variant])
+        top.set(title=f"{label}, entropy", xlabel="iteration", ylabel="change since the\nfirst probe (nats)")
+        bottom.set(title=f"{label}, log σ", xlabel="iteration", ylabel="log σ (σ in units of\nthe gradient)")
+    for row in (above, below):
+        texts.legend_below(row[-1], 0.45, 0.4, style.handles(*row))
     note = texts.count_note(
         trend.groupby("variant")["seed"].nunique(),
         "Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single "
@@ -94,7 +88,7 @@ def entropy_trend(results: Path) -> Figure:
         bars="lines: mean, bands: 95 % t interval of the mean",
         scale=results.name,
     )
-    return texts.finish(fig, list(grid.flat), f"How entropy moves in the second half: {', '.join(moves)}", note)
+    return texts.finish(fig, axes, f"How entropy moves in the second half: {', '.join(moves)}", note)
 
 
 def moved(rows: pd.DataFrame) -> str:
@@ -135,25 +129,22 @@ def sigmas(ax: Axes, rows: pd.DataFrame) -> None:
             ax.plot(mean.index, mean, color=colours[group], label=group, **look)
 
 
-def clipping(ax: Axes, rows: pd.DataFrame) -> None:
-    """Norm before and after clipping, mean over seeds."""
-    mean = rows.groupby("iteration")[["grad_norm", "grad_norm_clipped"]].mean()
-    ax.plot(mean["grad_norm"], color="#000000", linewidth=0.7, label="before clipping")
-    ax.plot(mean["grad_norm_clipped"], color="#D55E00", linewidth=0.9, linestyle="--", label="after clipping")
-    style.log_y(ax)
-
-
 def entropy_conditions(results: Path) -> Figure:
     """Entropy since the first probe (a), and where it was lowest and ended in numbers (b); a colour per variant."""
     trend, table = inputs.tables(results, TABLES["entropy_conditions"])
     trend = trend[trend["group"] == "<all>"]
     table = table[(table["group"] == "<all>") & (table["estimator"] == ESTIMATOR) & (table["status"] == "ok")]
     labels = dict(zip(trend["variant"], trend["label"], strict=True))
-    looks = condition_looks(list(labels))
+    # GPT and BERT as in every figure, the others told apart by colour and dashes.
+    looks = {name: (look.colour, "-") for name, look in style.ARCHITECTURES.items()}
+    others = [name for name in labels if name not in looks]
+    looks |= dict(zip(others, itertools.cycle(OTHERS), strict=False))
     fig, (curves, ends) = style.figure(2, 1, height=3.9 + 0.32 * len(labels))
     for place, (variant, label) in enumerate(labels.items()):
-        course(curves, trend[trend["variant"] == variant], looks[variant], label)
-        row, colour = table[table["variant"] == variant], looks[variant][0]
+        row, (colour, line) = table[table["variant"] == variant], looks[variant]
+        rows = trend[trend["variant"] == variant]
+        values = rows.pivot_table(index="iteration", columns="seed", values=f"entropy_{ESTIMATOR}")
+        curves.plot((values - values.iloc[0]).mean(axis=1), color=colour, linestyle=line, label=label)
         for column, name, marker in POINTS:
             change = row[column] - row["start"]
             face, label = colour if column == "end" else "white", None if place else name
@@ -178,21 +169,6 @@ def rises(table: pd.DataFrame) -> str:
     return f"Entropy falls, and rises again in {rose} of {len(table)} runs"
 
 
-def condition_looks(variants: Sequence[str]) -> dict[str, tuple[str, style.Line]]:
-    """Colour and dashes of each condition: GPT and BERT as in every figure, the others told apart by both."""
-    own = {name: (look.colour, "-") for name, look in style.ARCHITECTURES.items() if name in variants}
-    others = [name for name in variants if name not in own]
-    return own | dict(zip(others, itertools.cycle(OTHERS), strict=False))
-
-
-def course(ax: Axes, rows: pd.DataFrame, look: tuple[str, style.Line], label: str) -> None:
-    """The mean over seeds of the change since the first probe."""
-    colour, dashes = look
-    values = rows.pivot_table(index="iteration", columns="seed", values=f"entropy_{ESTIMATOR}")
-    mean = (values - values.iloc[0]).mean(axis=1)
-    ax.plot(mean.index, mean, color=colour, linestyle=dashes, label=label)
-
-
 def entropy_moments(results: Path) -> Figure:
     """Skewness, excess kurtosis, share near zero, correlation between layers; a line per variant."""
     trend = inputs.read(results, "entropy_trend", "trend.csv")
@@ -202,19 +178,13 @@ def entropy_moments(results: Path) -> Figure:
         for index, (_, rows) in enumerate(trend.groupby("variant", sort=False)):
             shape(ax, rows, column, factor, style.MARKERS[index])
         ax.set(title=title, ylabel=unit)
-        if trend[column].isna().all():
-            texts.message(ax, "not recorded in these runs")
     drawn = trend[trend["group"].isin([*LAYER_GROUPS, "embedding"])]
     symmetric_log(axes[0], drawn["skewness"], low=-2, high=2)
     symmetric_log(axes[1], drawn["excess_kurtosis"], low=0, high=10)
     axes[-1].set_xlabel("iteration")
-    most = 100 * drawn["near_zero"].max()
-    if most > 20:  # most of an embedding is near zero: on one scale with it the layers would lie on the axis
-        axes[2].set_yscale("symlog", linthresh=1, linscale=0.6)
-        style.plain(axes[2].yaxis, [tick for tick in (0, 1, 3, 10, 30, 100) if tick <= 1.6 * most])
-        axes[2].set_title("|g| < 0.001 σ₀ (log above 1 %)")
-    for ax in axes[2:]:
-        ax.set_ylim(bottom=0)
+    # Most of an embedding is near zero: on one scale with it the layers would lie on the axis.
+    symmetric_log(axes[2], 100 * drawn["near_zero"], low=0, high=10)
+    axes[3].set_ylim(bottom=0)
     note = texts.count_note(
         trend.groupby("variant")["seed"].nunique(),
         "Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection, "

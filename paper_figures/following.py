@@ -1,8 +1,6 @@
 """Is it worth following the entropy of the gradients? EDGC against its rivals: first figure, ranks, every setting."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -14,7 +12,6 @@ from experiments.common.equivalence import CANNOT_TELL
 from experiments.common.files import atomic_write
 from experiments.common.written_tables import kept
 from paper_figures import inputs, saving, style, texts
-from paper_figures.edgc_course import course
 
 TABLES = {
     "hero": ("policies/comparisons.csv",),
@@ -22,19 +19,14 @@ TABLES = {
     "policies_settings": (
         "policies/comparisons.csv",
         "policies/pairs.csv",
-        "policies/curves.csv",
         "policies_late/comparisons.csv",
         "policies_late/pairs.csv",
-        "policies_late/curves.csv",
         "policies_two_stages/comparisons.csv",
         "policies_two_stages/pairs.csv",
-        "policies_two_stages/curves.csv",
         "policies_four_replicas/comparisons.csv",
         "policies_four_replicas/pairs.csv",
-        "policies_four_replicas/curves.csv",
         "policies_bert/comparisons.csv",
         "policies_bert/pairs.csv",
-        "policies_bert/curves.csv",
     ),
 }
 CAPTION = {
@@ -48,31 +40,31 @@ rank itself costs is what there was to win. Factors of fewer bits are shown wher
 **Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed share one uncompressed
 warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
 shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
-paired by seed (nats; left of zero EDGC is better); within the margin where the 90 % interval, narrower
-than the bars, lies in the shaded band; "cannot tell" where the rival costs less than twice the margin against no
-compression, so that nothing was to be won. *Placebos*: the mean of reversed and shuffled. A row that
+paired by seed (nats; left of zero EDGC is better; open: the bar holds zero); within the margin where the 90 % interval,
+narrower than the bars, lies in the shaded band; "cannot tell" where the rival costs less than twice the margin against
+no compression, so that nothing was to be won. *Placebos*: the mean of reversed and shuffled. A row that
 says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``.""",
     "policies_settings": """\
-**The same question in every setting.** A panel a setting that has tables; those that have none yet are named below the
-figure. Validation loss of EDGC less that of each rival, paired by seed (nats; left of zero EDGC is better); bars are
-95 % t intervals, small dots seeds. *Placebos*: the mean of EDGC's own ranks reversed and shuffled; *falling*:
-the same ranks sorted. Within the margin: the 90 % interval, narrower than the bars, lies in
-the shaded band. Cannot tell: the rival costs less than twice the margin against no compression. Open markers
-are int8 factors, shown where there are at least five seeds.""",
+**The same question in every setting.** A panel a rival and a row a setting that has tables; settings that have none yet
+are named below the figure. Validation loss of EDGC less that of the rival, paired by seed (nats; left of zero EDGC is
+better); bars are 95 % t intervals, small dots seeds; an open marker says that the bar holds zero. GPT with one pipeline
+stage and two replicas; *late*: with a warm-up of 20 % and the rate doubled. *Placebos*: the mean of EDGC's own ranks
+reversed and shuffled; *falling*: the same ranks sorted. Within the margin: the 90 % interval, narrower than the bars,
+lies in the shaded band. Cannot tell: the rival costs less than twice the margin against no
+compression. Rows of int8 factors are shown where there are at least five seeds.""",
 }
 RIVALS = {
-    "no compression": "no compression\n(sends all bytes)",
-    "fixed rank": "one fixed rank\nof the same bytes",
-    "falling": "the same ranks\nsorted to only fall",
-    "shuffled": "the same ranks\nin random order",
-    "reversed": "the same ranks\nin reverse order",
+    "no compression": "no compression (sends all bytes)",
+    "fixed rank": "one fixed rank of the same bytes",
+    "falling": "the same ranks sorted to only fall",
+    "shuffled": "the same ranks in random order",
+    "reversed": "the same ranks in reverse order",
 }
 WIDE = 2.2  # columns, of a figure for a web page
 MOST, SEEDS = 9, 5  # rows; seeds that a row of quantised factors needs
 SAME = "one fixed rank of the same bytes"
-PAGE = {"light": "#FFFFFF", "dark": "#0D1117"}
-INK = {"light": "#222222", "dark": "#E6E6E6"}
-GREY = {"light": "#E3E3E3", "dark": "#2B323B"}  # the band; on a light page also what lies behind
+# page: its colour, that of text, that of the band of no difference
+PAGES = {"light": ("#FFFFFF", "#222222", "#E3E3E3"), "dark": ("#0D1117", "#E6E6E6", "#2B323B")}
 # rival: variant, colour, line, marker
 ORDERS = {
     "fixed rank": ("even", "#0072B2", "-", "s"),
@@ -80,9 +72,13 @@ ORDERS = {
     "shuffled": ("shuffled_1", "#999933", ":", ">"),
     "falling": ("falling", "#117733", "-.", "v"),
 }
+MARKS = {rival: (colour, marker) for rival, (_, colour, _, marker) in ORDERS.items()} | {
+    "placebos": ("#882255", "P"),
+    "no compression": (style.FAMILIES["none"].colour, style.FAMILIES["none"].marker),
+}
 STUDIES = {
-    "policies": "GPT, one stage",
-    "policies_late": "warm-up 20 %, rate doubled",
+    "policies": "GPT",
+    "policies_late": "late",
     "policies_two_stages": "two stages",
     "policies_four_replicas": "four replicas",
     "policies_bert": "BERT",
@@ -92,36 +88,56 @@ OPTIONAL = ("policies_late", "policies_two_stages", "policies_four_replicas", "p
 MAIN_RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 
 
-def hero(results: Path, page: str = "light", *, wide: bool = False) -> Figure:
-    """EDGC's validation loss minus each rival's (nats, mean and 95 % t interval), a row a rival.
-
-    Args:
-        page: the page to be drawn for, ``light`` or ``dark``.
-        wide: low enough to fill the column of a web page, a line a row and the verdict beside it.
-    """
-    rows = select(inputs.read(results, "policies", "comparisons.csv")).head(MOST)
-    fig, (ax,) = style.figure(height=1.5 + 0.3 * len(rows))
-    if wide:
-        fig.set_size_inches(WIDE * style.COLUMN, 1.25 + 0.2 * len(rows))
-    forest(ax, rows, page, wide=wide)
-    between = " " if wide else "\n"
-    ax.set_xlabel(f"validation loss: EDGC minus the other (nats;{between}0.01 nats are about 1 % of perplexity)")
+def hero(results: Path, page: str = "light") -> Figure:
+    """EDGC's validation loss minus each rival's, a row a rival, as wide as a web page; ``page``: light or dark."""
+    rows = select(inputs.read(results, "policies", "comparisons.csv"), list(RIVALS)).head(MOST)
+    fig, (ax,) = style.figure(height=1.25 + 0.2 * len(rows))
+    fig.set_size_inches(WIDE * style.COLUMN, fig.get_figheight())
+    forest(ax, rows, [RIVALS[rival] for rival in rows["rival"]], colour=style.FAMILIES["edgc"].colour)
+    ax.set_xlabel("validation loss: EDGC minus the other (nats; 0.01 nats are about 1 % of perplexity)")
     ax.set_ylabel("EDGC against")
+    for words, offset, align in (("← EDGC better", -4, "right"), ("EDGC worse →", 4, "left")):
+        ax.annotate(words, (0, 1.0), (offset, 2), ("data", "axes fraction"), "offset points",
+                    ha=align, va="bottom", fontsize=style.FONT, fontweight="bold")  # fmt: skip
     fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
     shaded = "Shaded: counts as no difference. Open: the bar holds zero."
     note = texts.count_note(rows["n"], shaded, room(rows), bars="bars: 95 % t interval", scale=results.name)
     texts.finish(fig, [], answer(rows), note)
-    recolour(fig, ax, page)
+    recolour(fig, ax, *PAGES[page])
     return fig
 
 
-def select(comparisons: pd.DataFrame, rivals: Sequence[str] = tuple(RIVALS), bits: str = "[0-9]+") -> pd.DataFrame:
+def hero_pages(results: Path, out: Path) -> list[Path]:
+    """Write ``hero-light.svg`` and ``hero-dark.svg`` to ``out``."""
+    written = [out / f"hero-{page}.svg" for page in PAGES]
+    for page, path in zip(PAGES, written, strict=True):
+        fig = hero(results, page)
+        atomic_write(path, saving.encoded(fig, "svg", facecolor=fig.get_facecolor()))
+        plt.close(fig)
+    return written
+
+
+def recolour(fig: Figure, ax: Axes, ground: str, ink: str, grey: str) -> None:
+    """Page, frame, band, open markers and text in the colours of the page."""
+    for patch in (fig.patch, ax.patch):
+        patch.set_facecolor(ground)
+    ax.patches[0].set_facecolor(grey)
+    ax.grid(axis="x", color=grey)
+    ax.tick_params(colors=ink)
+    for line in ax.lines:
+        if line.get_markerfacecolor() == "white":
+            line.set_markerfacecolor(ground)
+    ax.lines[-1].set_color(ink)  # of zero
+    plt.setp(list(ax.spines.values()), edgecolor=grey)
+    plt.setp([ax.xaxis.label, ax.yaxis.label, *ax.texts, *fig.texts], color=ink)
+
+
+def select(comparisons: pd.DataFrame, rivals: list[str], bits: str = "[0-9]+") -> pd.DataFrame:
     """EDGC's comparisons in the order of ``rivals``; those of quantised factors where they have seeds enough."""
     fp32 = comparisons["factor_dtype"] == "fp32"
     known = comparisons["variant"].str.fullmatch(f"cqm|cqm_int{bits}") & comparisons["rival"].isin(rivals)
-    order = comparisons["rival"].map({name: k for k, name in enumerate(rivals)})
-    rows = comparisons.assign(quantised=~fp32, order=order)[known & (fp32 | (comparisons["n"] >= SEEDS))]
-    return rows.sort_values(["quantised", "order"], kind="stable")
+    rows = comparisons.assign(quantised=~fp32, order=pd.Categorical(comparisons["rival"], rivals))
+    return rows[known & (fp32 | (comparisons["n"] >= SEEDS))].sort_values(["quantised", "order"], kind="stable")
 
 
 def against_fixed_rank(rows: pd.DataFrame) -> pd.Series | None:
@@ -158,58 +174,34 @@ def room(rows: pd.DataFrame) -> str:
     return f"To win: the fixed rank costs {gap:+.4f} nats against no compression{told}."
 
 
-def forest(ax: Axes, rows: pd.DataFrame, page: str, *, wide: bool = False) -> None:
-    """A point with its interval and its number of seeds a row; the side on which EDGC is better in words."""
-    colour = style.FAMILIES["edgc"].colour
-    names = []
-    for place, (_, row) in enumerate(rows.iterrows()):
-        low, high = row["difference_low"], row["difference_high"]
-        half = 0.0 if pd.isna(low) else high - row["difference_nats"]
-        face = PAGE[page] if low <= 0 <= high else colour
-        look: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 5.5, "elinewidth": 1.6}
-        ax.errorbar(row["difference_nats"], place, xerr=half, markerfacecolor=face, **look)
-        count(ax, place, f"n = {row['n']:.0f}" + (f", {row['verdict']}" if wide else ""))
-        name = RIVALS[row["rival"]] + ("" if row["factor_dtype"] == "fp32" else f", {row['factor_dtype']}")
-        names.append(name.replace("\n", " ") if wide else name)
+def forest(
+    ax: Axes, rows: pd.DataFrame, names: list[str], pairs: pd.DataFrame | None = None, colour: str | None = None
+) -> None:
+    """A row a comparison: point with its interval, open where that holds zero; beside it seeds and verdict; a dot for
+    each of ``pairs``. The shaded band is the margin of equality. ``colour``: of all, by default that of the rival."""
+    for place, row in enumerate(rows.itertuples(index=False)):
+        low, high = row.difference_low, row.difference_high
+        ink, marker = (colour, "o") if colour else MARKS[str(row.rival)]
+        if pairs is not None:
+            same = (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival) & (pairs["study"] == row.study)
+            values = pairs.loc[same, "difference_nats"].dropna()
+            ax.plot(values, [place] * len(values), ".", color=ink, markersize=3, alpha=0.6)
+        half = 0.0 if pd.isna(low) else high - row.difference_nats
+        face = "white" if low <= 0 <= high else ink
+        ax.errorbar(row.difference_nats, place, xerr=half, color=ink, marker=marker, markerfacecolor=face,
+                    markersize=5, elinewidth=1.4)  # fmt: skip
+        ax.annotate(f"n = {row.n:.0f}, {row.verdict}", (1.0, place), (3, 0), ("axes fraction", "data"),
+                    "offset points", va="center", fontsize=style.MIN_FONT)  # fmt: skip
     margin = rows["margin_nats"].max()
-    ax.axvspan(-margin, margin, color=GREY[page], zorder=0, linewidth=0)
-    ax.axvline(0, color=INK[page], linewidth=0.9)
-    for words, offset, align in (("← EDGC better", -4, "right"), ("EDGC worse →", 4, "left")):
-        ax.annotate(words, (0, 1.0), (offset, 2), ("data", "axes fraction"), "offset points",
-                    ha=align, va="bottom", fontsize=style.FONT, fontweight="bold")  # fmt: skip
-    ax.set_yticks(range(len(rows)), names)
-    ends = rows[["difference_low", "difference_high"]].stack()
-    far = 1.15 * max(margin, ends.abs().max()) if len(ends) else 2 * margin
+    ax.axvspan(-margin, margin, color="#DDDDDD", zorder=0, linewidth=0)
+    ax.axvline(0, color="#444444", linewidth=0.8)
+    ends = rows[["difference_low", "difference_high"]].abs().max().max()
+    far = 1.15 * max(margin, ends) if ends == ends else 2 * margin
+    types = rows["factor_dtype"].where(rows["factor_dtype"] != "fp32")
+    ax.set_yticks(range(len(rows)), [n if pd.isna(t) else f"{n}, {t}" for n, t in zip(names, types, strict=True)])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(-far, far))
     ax.grid(axis="y", visible=False)
-    style.plain_linear(ax.xaxis)
-
-
-def count(ax: Axes, place: int, text: str) -> None:
-    """Write the number of seeds at the right of a row."""
-    ax.annotate(text, (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
-                va="center", fontsize=style.MIN_FONT)  # fmt: skip
-
-
-def recolour(fig: Figure, ax: Axes, page: str) -> None:
-    """Page, frame and text in the colours of the page."""
-    fig.set_facecolor(PAGE[page])
-    ax.set_facecolor(PAGE[page])
-    ax.grid(axis="x", color=GREY[page])
-    ax.tick_params(colors=INK[page])
-    plt.setp(list(ax.spines.values()), edgecolor=GREY[page])
-    plt.setp([ax.xaxis.label, ax.yaxis.label, *ax.texts, *fig.texts], color=INK[page])
-
-
-def hero_pages(results: Path, out: Path) -> list[Path]:
-    """Write ``hero-light.svg`` and ``hero-dark.svg`` to ``out``."""
-    written = [out / f"hero-{page}.svg" for page in PAGE]
-    for page, path in zip(PAGE, written, strict=True):
-        fig = hero(results, page, wide=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, saving.encoded(fig, "svg", facecolor=fig.get_facecolor()))
-        plt.close(fig)
-    return written
+    style.plain_linear(ax.xaxis, 4)
 
 
 def policies(results: Path) -> Figure:
@@ -218,9 +210,13 @@ def policies(results: Path) -> Figure:
     fig, axes = style.figure(2, 1, height=5.8, height_ratios=[2, 3])
     courses(axes[0], curves)
     rows = comparisons[(comparisons["policy"] == "cqm") & comparisons["variant"].isin(["cqm", "cqm_int8"])]
-    differences(axes[1], rows[~rows["rival"].isin(["no compression", "fp32 factors"])], pairs)
+    rows = rows[~rows["rival"].isin(["no compression", "fp32 factors"])]
+    forest(axes[1], rows.assign(study=""), list(rows["rival"]), pairs.assign(study=""))
+    axes[1].set(title="EDGC less its rival", ylabel="rival")
+    axes[1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     note = texts.count_note(rows["n"], bars="(b) bars: 95 % t interval of the mean, dots: seeds", scale=results.name)
-    return texts.finish(fig, axes, answer(select(comparisons)), note, style.handles(axes[0]), ncols=3)
+    title = answer(select(comparisons, list(RIVALS)))
+    return texts.finish(fig, axes, title, note, style.handles(axes[0]), ncols=3)
 
 
 def courses(ax: Axes, curves: pd.DataFrame) -> None:
@@ -236,62 +232,33 @@ def courses(ax: Axes, curves: pd.DataFrame) -> None:
     ax.set(title="rank of stage 0", xlabel="iteration", ylabel="rank r", ylim=(0, None))
 
 
-def differences(ax: Axes, rows: pd.DataFrame, pairs: pd.DataFrame) -> None:
-    """A row a rival, with its number of seeds; the shaded band is the margin of equality."""
-    none = style.FAMILIES["none"]
-    looks = {rival: (colour, marker) for rival, (_, colour, _, marker) in ORDERS.items()} | {
-        "placebos": ("#882255", "P")
-    }
-    for place, row in enumerate(rows.itertuples(index=False)):
-        colour, marker = looks.get(str(row.rival), (none.colour, none.marker))
-        mine = (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival)
-        values = pairs.loc[mine, "difference_nats"].dropna()
-        ax.plot(values, [place] * len(values), ".", color=colour, markersize=3, linewidth=0, alpha=0.6)
-        half = 0.0 if pd.isna(row.difference_high) else row.difference_high - row.difference_nats
-        face = colour if row.factor_dtype == "fp32" else "white"
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "markerfacecolor": face}
-        ax.errorbar(row.difference_nats, place, xerr=half, **look)
-        count(ax, place, f"n = {row.n:.0f}")
-    margin = rows["margin_nats"].max()
-    ax.axvspan(-margin, margin, color="#DDDDDD", zorder=0)
-    ax.axvline(0, color="#444444", linewidth=0.6)
-    kinds = rows["rival"] + rows["factor_dtype"].map(lambda dtype: "" if dtype == "fp32" else f", {dtype}")
-    ax.set_yticks(range(len(rows)), [f"{kind}: {word}" for kind, word in zip(kinds, rows["verdict"], strict=True)])
-    ax.set(ylim=(len(rows) - 0.5, -0.5), title="EDGC less its rival", ylabel="rival: EDGC is")
-    ax.set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
-    style.plain_linear(ax.xaxis, 4)
-
-
 def policies_settings(results: Path) -> Figure:
-    """A panel a setting: differences from every rival, with the number of seeds."""
-    needed = TABLES["policies_settings"]
-    whole = {
-        study: all(kept(results / table) for table in needed if table.startswith(f"{study}/")) for study in STUDIES
-    }
-    drawn = [study for study in STUDIES if study == "policies" or whole[study]]
-    tables = {study: select(inputs.read(results, study, "comparisons.csv"), MAIN_RIVALS, "8") for study in drawn}
-    counts = [len(rows) for rows in tables.values()]
-    height = 1.7 + sum(0.42 + 0.2 * n for n in counts)
-    fig, axes = style.figure(len(drawn), 1, height=height, sharex=True, height_ratios=[max(1, n) for n in counts])
-    for ax, (study, rows) in zip(axes, tables.items(), strict=True):
-        differences(ax, rows, inputs.read(results, study, "pairs.csv"))
-        curves = inputs.read(results, study, "curves.csv")
-        ax.set(title=f"{STUDIES[study]}: ranks {course(curves[curves['variant'] == 'cqm'])}", xlabel="")
+    """A panel a rival and a row a setting: differences, with the number of seeds."""
+    files = ("comparisons.csv", "pairs.csv")
+    drawn = [name for name in STUDIES if name == "policies" or all(kept(results / name / file) for file in files)]
+    every, pairs = (
+        pd.concat([inputs.read(results, study, file).assign(study=study) for study in drawn]) for file in files
+    )
+    every = select(every, list(MAIN_RIVALS), "8")
+    counts = [(every["rival"] == rival).sum() for rival in MAIN_RIVALS]
+    height = 1.9 + sum(0.3 + 0.19 * n for n in counts)
+    fig, axes = style.figure(len(counts), 1, height=height, sharex=True, height_ratios=[max(1, n) for n in counts])
+    for ax, rival in zip(axes, MAIN_RIVALS, strict=True):
+        rows = every[every["rival"] == rival]
+        forest(ax, rows, [STUDIES[study] for study in rows["study"]], pairs)
+        ax.set(title=f"EDGC less {rival}")
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
-    style.plain_linear(axes[-1].xaxis)
-    texts.letter(axes, from_the_left=True)
+    far = 1.15 * every[["difference_low", "difference_high"]].abs().max().max()
+    axes[-1].set_xlim(-far, far)
     missing = ", ".join(words for study, words in STUDIES.items() if study not in drawn)
-    n = [n for rows in tables.values() for n in rows["n"]] or 0
     absent = f"No tables yet: {missing}." if missing else ""
-    note = texts.count_note(n, absent, bars="bars: 95 % t interval, dots: seeds", scale=results.name)
-    return texts.finish(fig, [], times_won(tables), note)
+    note = texts.count_note(every["n"], absent, bars="bars: 95 % t interval, dots: seeds", scale=results.name)
+    return texts.finish(fig, axes, times_won(every), note)
 
 
-def times_won(tables: dict[str, pd.DataFrame]) -> str:
+def times_won(rows: pd.DataFrame) -> str:
     """Number of the settings in which EDGC beats the fixed rank that sends as many bytes."""
-    against = [row for rows in tables.values() if (row := against_fixed_rank(rows)) is not None]
-    known = [row for row in against if pd.notna(row["difference_high"])]
-    if not known:
+    against = rows[(rows["rival"] == "fixed rank") & (rows["factor_dtype"] == "fp32")]["difference_high"].dropna()
+    if against.empty:
         return "EDGC against other ways to send as many bytes"
-    won = sum(row["difference_high"] < 0 for row in known)
-    return f"EDGC beats {SAME} in {won} of {len(known)} settings"
+    return f"EDGC beats {SAME} in {(against < 0).sum()} of {len(against)} settings"

@@ -1,4 +1,4 @@
-"""Predicted against actual error of low-rank approximations over training, and the stiffness of CQM's rank."""
+"""Predicted against actual error of low-rank approximations over training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,22 +11,17 @@ from matplotlib.lines import Line2D
 
 from paper_figures import inputs, style, texts
 
-TABLES = ("rank_model/table.csv", "rank_model/errors.csv", "rank_model/stiffness.csv", "rank_model/cqm.csv")
+TABLES = ("rank_model/table.csv", "rank_model/errors.csv")
 CAPTION = """\
-**Predicted error.** What is predicted is the Frobenius error at rank r of the gradient G of one worker and
-of M = G + E (E: error feedback), matrices of the transformer layers, under PowerSGD of a fixed rank; the
-legend says whether M is averaged over the workers, as it is approximated, or, in runs from before that was
-recorded, the first worker's own. σ·g(r) takes entries to be independent; *anchored* is CQM's rule, the
-error at the rank in use at the end of warm-up, moved by exp(H − H₀) and g; *spectral* reads PowerSGD's
-singular values at the rank in use and continues them geometrically, *from exact values* does the same from
-those of M itself. Actual errors are those of the best approximation of rank r, and what PowerSGD left: its
-own at the rank in use, at another rank the relative error of the run with that rank and the same seed. (a):
-predicted over actual during training, at ranks above the one in use; 1 is exact. (b): size of the logarithm
-of that ratio by rank, after warm-up. (c): the rank that CQM asks for when the entropy has changed, as a
-share of the rank at the start, for this model's commonest matrix and two larger ones; where a curve crosses
-the dashed line an r_min of r_max/4 is reached. The band is the measured noise of a window's mean entropy:
-where it reaches that crossing, the rank follows noise. Numbers are in ``rank_model/table.csv``,
-``errors.csv`` and, for ranks per nat, ``stiffness.csv``."""
+**Predicted error.** What is predicted is the Frobenius error at rank r of the gradient G of one worker and of M = G +
+E (E: error feedback), averaged over the workers as it is approximated, matrices of the transformer layers, under
+PowerSGD of a fixed rank. σ·g(r) takes entries to be independent; *anchored* is CQM's rule, the error at the rank in
+use at the end of warm-up, moved by exp(H − H₀) and g; *spectral* reads PowerSGD's singular values at the rank in use
+and continues them geometrically, *from exact values* does the same from those of M itself. Actual errors are those of
+the best approximation of rank r, and what PowerSGD left: its own at the rank in use, at another rank the relative
+error of the run with that rank and the same seed. (a): predicted over actual during training, at ranks above the one
+in use; 1 is exact. (b): size of the logarithm of that ratio by rank, after warm-up. Numbers are in
+``rank_model/table.csv`` and ``errors.csv``; ranks per nat, how stiffly CQM's rank follows, in ``stiffness.csv``."""
 LAYERS = "<layers>"
 # predictor: label, colour, marker
 PREDICTORS = {
@@ -39,37 +34,27 @@ PREDICTORS = {
 ACTUAL = {
     ("mean", "powersgd"): ("mean of M, PowerSGD's error", "-"),
     ("mean", "best"): ("mean of M, best of rank r", "--"),
-    ("compressed", "powersgd"): ("a worker's M, PowerSGD's error", "-"),
-    ("compressed", "best"): ("a worker's M, best of rank r", "--"),
     ("gradient", "best"): ("G, best of rank r", ":"),
 }
-SIZES = (("#CC79A7", "-"), ("#000000", "--"), ("#888888", "-."))
 
 
 def draw(results: Path) -> Figure:
-    """(a) ratio over training, (b) error of the prediction by rank, (c) CQM's rank against the change of entropy."""
-    table, errors, stiffness, curves = inputs.tables(results, TABLES)
-    fig, axes = style.figure(3, 1, height=8.2)
+    """(a) ratio over training, (b) error of the prediction by rank."""
+    table, errors = inputs.tables(results, TABLES)
+    fig, axes = style.figure(2, 1, height=5.8)
     variant = shown(table)
-    rows, errors = (
-        table[(table["variant"] == variant) & (table["status"] == "ok")],
-        errors[errors["variant"] == variant],
-    )
+    rows = table[(table["variant"] == variant) & (table["status"] == "ok")]
+    errors = errors[errors["variant"] == variant]
     over_training(axes[0], errors)
     by_rank(axes[1], rows)
-    cqm(axes[2], curves, stiffness)
-    # Runs have either the mean over the workers or, older ones, the first worker's own.
-    kinds = {*zip(table["of"], table["actual"], strict=True)}
-    drawn = [look for kind, look in ACTUAL.items() if kind in kinds]
-    lines = [Line2D([], [], color="#444444", linestyle=line) for _, line in drawn]
-    for ax, entries in zip(axes, (None, (lines, [label for label, _ in drawn]), None), strict=True):
-        texts.legend_below(ax, 0.45, 0.24, entries)
+    lines = [Line2D([], [], color="#444444", linestyle=line) for _, line in ACTUAL.values()]
+    texts.legend_below(axes[0], 0.45, 0.24)
+    texts.legend_below(axes[1], 0.45, 0.24, (lines, [label for label, _ in ACTUAL.values()]))
     label = rows["label"].iloc[0] if len(rows) else "no finished run"
     note = texts.count_note(
         rows["seed"].nunique(),
-        f"(a), (b): {label}, matrices of the layers, medians; bands and bars: quartiles, of M with PowerSGD's "
-        "error. (a): ranks above the one in use. (b): after warm-up; vertical: the rank in use. (c): no limits, not "
-        "rounded.",
+        f"{label}, matrices of the layers, medians; bands and bars: quartiles, of M with PowerSGD's error. "
+        "(a): ranks above the one in use. (b): after warm-up; vertical: the rank in use.",
         bars="",
         scale=results.name,
     )
@@ -106,8 +91,9 @@ def over_training(ax: Axes, errors: pd.DataFrame) -> None:
     for part, powersgd, look, _ in predictions(rows):
         ax.plot(part["window"], part["ratio_median"], **look)
         if powersgd:
-            band = {"color": look["color"], "alpha": 0.18, "linewidth": 0}
-            ax.fill_between(part["window"], part["ratio_q1"], part["ratio_q3"], **band)
+            ax.fill_between(
+                part["window"], part["ratio_q1"], part["ratio_q3"], color=look["color"], alpha=0.18, linewidth=0
+            )
     for label, colour, marker in PREDICTORS.values():
         ax.plot([], [], color=colour, marker=marker, markersize=3, label=label)
     ax.axhline(1, color="#444444", linewidth=0.6)
@@ -130,18 +116,3 @@ def by_rank(ax: Axes, table: pd.DataFrame) -> None:
     style.plain(ax.xaxis, sorted(rows["rank"].dropna().unique()))
     ax.set_ylim(bottom=0)
     ax.set(xlabel="rank r", ylabel="|ln(predicted / actual)|", title="by rank")
-
-
-def cqm(ax: Axes, curves: pd.DataFrame, stiffness: pd.DataFrame) -> None:
-    """Rank as a share of the one at the start, with the noise of the entropy as a band."""
-    noise = stiffness["noise_nats"].iloc[0]
-    if pd.notna(noise):
-        label = "noise of window mean (±1 sd)"
-        ax.axvspan(-noise, noise, color="#F0E442", alpha=0.5, linewidth=0, label=label)
-    sizes = curves.groupby(["rows", "columns", "rank_start"], sort=False)
-    for ((rows, columns, start), part), (colour, line) in zip(sizes, SIZES, strict=False):
-        label = f"{rows} × {columns}, from r = {start:g}"
-        ax.plot(part["change_nats"], part["rank"] / start, color=colour, linestyle=line, label=label)
-    ax.axhline(0.25, color="#444444", linewidth=0.6, linestyle="--", label="r_min = r_max/4")
-    ax.set(ylim=(0, 2), xlabel="change of entropy (nats)", ylabel="CQM's rank / rank at start")
-    ax.set_title("stiffness of CQM")

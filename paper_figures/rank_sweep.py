@@ -12,15 +12,14 @@ from paper_figures import inputs, style, texts
 
 TABLES = ("rank_sweep/table.csv", "rank_sweep/timings.csv", "rank_sweep/fit.csv")
 CAPTION = """\
-**What a fixed rank costs.** Fixed-rank PowerSGD. (a): time per step of the slowest pipeline stage in
-compression, communication and decompression, of the quickest seed of each rank, for other work on the
-machine only adds time (median over steps, bars: quartiles), with the least-squares
-line T(r) = a·r + c that stage alignment relies on and its largest relative residual; where an uncompressed
-run is part of the study, its time shows the rank from which compression stops paying. Seconds belong to the
-machine and network that measured them. (b): relative error in the second half of training of M, gradient
-plus error feedback: what the mean over the workers lacks, ‖M̄ − M̂‖/‖M̄‖ (estimated from sketches; not
-known of runs from before it was measured), and, lighter, what a worker keeps back of its own M, ‖E‖/‖M‖, in
-which the differences between workers count. (c): validation perplexity at the end."""
+**What a fixed rank costs.** Fixed-rank PowerSGD. (a): time per step of the slowest pipeline stage in compression,
+communication and decompression, of the quickest seed of each rank, for other work on the machine only adds time
+(median over steps, bars: quartiles), with the least-squares line T(r) = a·r + c that stage alignment relies on and
+its largest relative residual; where an uncompressed run is part of the study, its time shows the rank from which
+compression stops paying. Seconds belong to the machine and network that measured them. (b): relative error in the
+second half of training of M, gradient plus error feedback: what the mean over the workers lacks, ‖M̄ − M̂‖/‖M̄‖
+(estimated from sketches), and, lighter, what a worker keeps back of its own M, ‖E‖/‖M‖, in which the differences
+between workers count. (c): validation perplexity at the end."""
 LOOK, DENSE = style.FAMILIES["powersgd"], style.FAMILIES["none"]
 PARTS = (
     ("compress", "#E69F00", "s", "--"),
@@ -42,13 +41,11 @@ def draw(results: Path) -> Figure:
         ax.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
         ax.set_xlabel("rank r")
         texts.legend_below(ax, 0.5, 0.34)
-    known = {"windows (mean)": "mean_error_median", "steps (worker)": "worker_error_median"}
-    over = " and ".join(words for words, column in known.items() if table[column].notna().any())
     missing = ", ".join(texts.failures(table))
     note = texts.count_note(
         table[table["status"] == "ok"].groupby("variant").size(),
         "(a) slowest stage, quickest seed, median over steps, bars: quartiles; line: fit T(r) = a·r + c.",
-        f"(b) of the second half, medians over {over}, bars: quartiles."
+        "(b) of the second half, medians over windows (mean) and steps (worker), bars: quartiles."
         + (f" Without result: {missing}." if missing else ""),
         bars=f"(c) {texts.INTERVAL}",
         scale=results.name,
@@ -82,16 +79,13 @@ def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
         ax.errorbar(median.index, median, yerr=error, color=colour, marker=marker, linestyle=line, label=kind)
     total = fit[(fit["stage"] == stage) & (fit["kind"] == "total")].iloc[0]
     ranks, slope = np.array([fine["rank"].min(), fine["rank"].max()]), total["seconds_per_rank"]
-    if np.isfinite(slope):
-        fitted = 1e3 * (slope * ranks + total["seconds_fixed"])
-        label = f"fit (largest residual {100 * total['residual_largest_share']:.0f} %)"
-        ax.plot(ranks, fitted, color=LOOK.colour, linewidth=0.9, label=label)
+    label = f"fit (largest residual {100 * total['residual_largest_share']:.0f} %)"
+    ax.plot(ranks, 1e3 * (slope * ranks + total["seconds_fixed"]), color=LOOK.colour, linewidth=0.9, label=label)
     if np.isfinite(total["seconds_uncompressed"]):
         level = 1e3 * total["seconds_uncompressed"]
         ax.axhline(level, color=DENSE.colour, linewidth=1.0, linestyle="--", label="uncompressed")
     ax.set_ylim(bottom=0)
-    words = f"{1e3 * slope:.2g} ms a rank" if np.isfinite(slope) else "no fit"
-    ax.set(ylabel="time per step (ms)", title=f"time of a step's reduction, {words}")
+    ax.set(ylabel="time per step (ms)", title=f"time of a step's reduction, {1e3 * slope:.2g} ms a rank")
 
 
 def errors(ax: Axes, table: pd.DataFrame) -> None:
@@ -102,20 +96,16 @@ def errors(ax: Axes, table: pd.DataFrame) -> None:
         ("worker_error", "worker, ‖E‖ / ‖M‖", "--", 0.5),
     ):
         middle = rows[f"{kind}_median"].median().dropna()
-        if middle.empty:
-            continue  # of runs from before it was measured
         low, high = rows[f"{kind}_q1"].min()[middle.index], rows[f"{kind}_q3"].max()[middle.index]
         bars = np.maximum(0, [middle - low, high - middle])
         ax.errorbar(middle.index, middle, yerr=bars, alpha=opacity, label=label, **LOOK.marks(line))
     ax.set(ylabel="relative error (no unit)", title="compression error")
     medians = rows[["mean_error_median", "worker_error_median"]].median()
-    lacking = medians["mean_error_median"].dropna()
+    lacking, least = medians["mean_error_median"].dropna(), medians.min().min()
     if len(lacking):
         ax.set_title(f"the mean lacks {lacking.iloc[0]:.2f} to {lacking.iloc[-1]:.2f} of its norm")
-    known = medians.stack().dropna()
-    if len(known):
-        room = 0.5 * max(0.02, 1 - known.min())  # as far below the smallest as half its distance from 1
-        ax.set_ylim(max(0.0, min(known.min() - room, ax.get_ylim()[0])), max(1 + room / 4, ax.get_ylim()[1]))
+        room = 0.5 * max(0.02, 1 - least)  # as far below the smallest as half its distance from 1
+        ax.set_ylim(max(0.0, min(least - room, ax.get_ylim()[0])), max(1 + room / 4, ax.get_ylim()[1]))
 
 
 def loss(ax: Axes, table: pd.DataFrame) -> None:

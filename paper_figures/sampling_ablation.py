@@ -1,9 +1,7 @@
-"""Sampling rates of the entropy estimate: agreement, error and cost over the grid of alpha and beta, and every rule on
-the gradients of one run."""
+"""Sampling rates of the entropy estimate: error and cost of every rule on the gradients of one run."""
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,42 +16,29 @@ TABLES = (
     "sampling_ablation/grid_timings.csv",
 )
 CAPTION = """\
-**How few gradients are enough to estimate the entropy.** Rows: share α of the iterations that are measured;
-columns: share β of the entries that are read. (a): correlation with the full measurement over windows. (b):
-root mean square error of window means, in nats. (c): measured time of the estimate per step, in percent of
-reading every entry at every iteration; the paper reports 6 % at α = 0.1, β = 0.25. Darker is better. Below:
-how many rank decisions differ from those of the run that reads everything. (d) to (f) apply every rule to
-the same gradients of one uncompressed run: (d) error of one measurement of one matrix beside the formula
-√((κ + 2)(1 − β) / 4βn); (e) error of a window's mean by the share of iterations; (f) measured time of an
-estimate, and of an exact sum of squares, which needs no sample. How many ranks each rule would change is in
-``sampling_ablation/grid.csv``."""
-WORST_CC, WORST_NATS = 0.9, 0.1  # at the light end of the colours, or what is worse in the table
+**How few gradients are enough to estimate the entropy.** α: share of the iterations that are measured; β: share
+of the entries that are read. The title says what the lowest rates of the runs cost (the paper reports 6 % of the time
+at α = 0.1, β = 0.25) and how well they agree with reading everything, over windows; below stands how many rank
+decisions differ. The panels apply every rule to the same gradients of one uncompressed run: (a) error of one
+measurement of one matrix beside the formula √((κ + 2)(1 − β) / 4βn); (b) error of a window's mean by the share of
+iterations; (c) measured time of an estimate, and of an exact sum of squares, which needs no sample. How many ranks
+each rule would change is in ``sampling_ablation/grid.csv``."""
 RATES = (0.01, 0.05, 0.25, 1)
 MARKERS = {"diagonal": "o", "strided": "s", "random": "^"}
 
 
 def draw(results: Path) -> Figure:
-    """Three grids of runs: CC, RMSE in nats, and seconds per step relative to reading everything; below, on the
-    gradients of one run: error of a measurement against its formula, RMSE of windows, cost."""
+    """Error of a measurement against its formula, RMSE of windows, and cost, by the share of entries read."""
     table, timings, *of_one_run = inputs.tables(results, TABLES)
     sampling = "diagonal" if "diagonal" in set(table["sampling"]) else str(table["sampling"].iloc[0])
     fine, cost = (rows[(rows["status"] == "ok") & (rows["sampling"] == sampling)] for rows in (table, timings))
     cost = cost.assign(percent=100 + cost["change_percent"])
-    fig, (above, *below) = style.stacked([1.3, 2.3, 2.0, 2.3])
-    grids = above.subplots(1, 3, sharex=True, sharey=True)
-    worst = min(WORST_CC, fine["cc"].min()), max(WORST_NATS, fine["rmse_nats"].max())
-    grid(grids[0], fine, "cc", "CC\n(no unit)", "{:.3f}", (1.0, worst[0]))
-    grid(grids[1], fine, "rmse_nats", "RMSE\n(nats)", "{:.3f}", (0.0, worst[1]))
-    grid(grids[2], cost, "percent", "time\n(%)", "{:.1f}", (0.0, 100.0))
-    grids[0].set_ylabel("α, share of\niterations")
-    grids[1].set_xlabel("β, share of entries read (no unit)")
-    for part, panel, rows in zip(below, (error, windows, seconds), of_one_run, strict=True):
-        ax = part.subplots()
+    fig, axes = style.figure(3, 1, height=7.2)
+    for ax, panel, rows in zip(axes, (error, windows, seconds), of_one_run, strict=True):
         panel(ax, rows)
         style.log_x(ax, RATES)
         ax.set_xlabel("β, share of entries read (no unit)")
-        # Six lines of text hide data wherever they are put inside.
-        part.legend(*style.handles(ax), loc="outside lower center", ncols=2, columnspacing=0.8)
+        texts.legend_below(ax, 0.45, 0.3)
     decided = fine.dropna(subset=["decisions_differing"])
     first = decided[(decided["seed"] == decided["seed"].min()) & ((decided["alpha"] < 1) | (decided["beta"] < 1))]
     text = ", ".join(
@@ -62,14 +47,12 @@ def draw(results: Path) -> Figure:
     )
     note = texts.count_note(
         fine.groupby(["alpha", "beta"]).size(),
-        f"(a) to (c): {sampling} sampling, (a), (b) stage 0, (c) 100 %: α = β = 1; one scale of colours, "
-        f"from dark (CC 1, no error, no time) to light (CC {worst[0]:.2g}, {worst[1]:.2g} nats, 100 %). "
-        "(d) to (f): one run per seed, means.",
+        "One run per seed, means. Title: of the runs of each rate, stage 0; 100 %: α = β = 1.",
         f"Decisions unlike α = β = 1 (first seed): {text}." if text else "",
-        bars="cells: mean over seeds",
+        bars="",
         scale=results.name,
     )
-    return texts.finish(fig, fig.axes, finding(fine, cost), note)
+    return texts.finish(fig, axes, finding(fine, cost), note)
 
 
 def finding(fine: pd.DataFrame, cost: pd.DataFrame) -> str:
@@ -123,21 +106,3 @@ def seconds(ax: Axes, timings: pd.DataFrame) -> None:
     ax.axhline(squares.mean(), color="#444444", linestyle="--", linewidth=0.9, label="sum of all squares")
     ax.set_ylim(bottom=0)
     ax.set(title="time of an estimate", ylabel="% of the histogram\nof all entries")
-
-
-def grid(ax: Axes, rows: pd.DataFrame, column: str, title: str, number: str, ends: tuple[float, float]) -> None:
-    """A cell per (alpha, beta) with its number written in it; dark to light from the first of ``ends`` to the second,
-    a dash marks what is undefined."""
-    cells = rows.pivot_table(index="alpha", columns="beta", values=column, aggfunc="mean", dropna=False)
-    cells = cells.sort_index(ascending=False)
-    values = cells.to_numpy(dtype=float)
-    shares = (values - ends[0]) / (ends[1] - ends[0])
-    ax.imshow(np.ma.masked_invalid(shares), cmap="cividis", vmin=0, vmax=1, aspect="auto")
-    ax.set_xticks(range(cells.shape[1]), [f"{beta:g}" for beta in cells.columns])
-    ax.set_yticks(range(cells.shape[0]), [f"{alpha:g}" for alpha in cells.index])
-    ax.grid(False)
-    for (i, j), value in np.ndenumerate(values):
-        text = number.format(value) if np.isfinite(value) else "–"
-        colour = "white" if np.isfinite(value) and shares[i, j] < 0.5 else "black"
-        ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=style.FONT)
-    ax.set_title(title)

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import inputs, names, style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = {
     "break_even": ("break_even/table.csv",),
@@ -64,8 +64,7 @@ def break_even(results: Path) -> Figure:
     fig, axes = style.figure(count, 2, height=1.6 + 1.8 * count, sharey=True)
     for ax in axes[len(clusters) :]:
         ax.remove()
-    axes = axes[: len(clusters)]
-    for ax, cluster in zip(axes, clusters, strict=True):
+    for ax, cluster in zip(axes, clusters, strict=False):
         rows = table[(table["cluster"] == cluster) & ~table["overlap"]]
         for method, line in rows.groupby("method", sort=False):
             marks = style.by_name(str(method)).marks("-", filled=method != "int8") | {"markersize": 3.5}
@@ -84,7 +83,7 @@ def break_even(results: Path) -> Figure:
         f"and r_max (assumed); scale {results.name}"
     )
     words = title(table, ["cluster", "overlap", "gbits_per_second"])
-    return texts.finish(fig, axes, words, note, style.handles(axes[0]), columnspacing=2.0)
+    return texts.finish(fig, axes[: len(clusters)], words, note, style.handles(axes[0]), columnspacing=2.0)
 
 
 def disturbances(results: Path) -> Figure:
@@ -97,7 +96,7 @@ def disturbances(results: Path) -> Figure:
     for ax, overlap in zip(axes, (False, True), strict=True):
         disturbed(ax, table[table["overlap"] == overlap], cases)
         ax.set(title=f"SIMULATED:\n{'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
-    names.name_rows(fig, axes, cases, what="disturbance")
+    texts.name_rows(fig, axes, cases, what="disturbance")
     note = (
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "
         "where nothing else is said. Of the uncompressed step with the same disturbance, mean over the run. EDGC: "

@@ -15,10 +15,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.container import ErrorbarContainer
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.config import methods
 from edgc.control.settings import PolicyConfig
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 COLUMN = 3.35  # inches, one column of a two-column page: every figure is as wide
 TALLEST = 2.9 * COLUMN  # inches; a higher one does not fit a page beside its caption
-MARGIN = 0.6  # inches that the title and the note of stacked parts take
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
 THEME = {
@@ -78,8 +76,8 @@ class Family(NamedTuple):
 
     @property
     def filled(self) -> bool:
-        """True where its markers are filled: those of four bits and of one-sided factors are open."""
-        return not self.key.endswith("_int4") and self.key != "one_sided"
+        """True where its markers are filled: those of four bits are open."""
+        return not self.key.endswith("_int4")
 
     def marks(self, line: Line = "", *, filled: bool | None = None) -> dict[str, Any]:
         """matplotlib's keywords for points of this look, joined by ``line`` (none by default).
@@ -106,36 +104,14 @@ FAMILIES: dict[str, Family] = {
         Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", (0, (5, 1, 1, 1, 1, 1))),
         Family("factors_bf16", "PowerSGD, bf16 factors", "#7FB2D9", "8", (0, (6, 2))),
         Family("factors_int8", "PowerSGD, int8 factors", "#0A3A75", "H", (0, (3, 1))),
-        Family("factors_int7", "PowerSGD, int7 factors", "#006070", "$7$", (0, (3, 1, 1, 1))),
         Family("factors_int6", "PowerSGD, int6 factors", "#007A80", "$6$", (0, (2, 2))),
-        Family("factors_int5", "PowerSGD, int5 factors", "#009590", "$5$", (0, (1, 2))),
         Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*", (0, (5, 1))),
-        Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1", (0, (8, 2))),
-        Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "4", (0, (6, 1))),
         Family("edgc_int8", "EDGC, int8 factors", "#AA3377", "d", (0, (7, 1, 2, 1))),
-        Family("edgc_int7", "EDGC, int7 factors", "#BB4077", r"$\bar{7}$", (0, (4, 2, 1, 2))),
-        Family("edgc_int6", "EDGC, int6 factors", "#CC4D77", r"$\bar{6}$", (0, (4, 3))),
-        Family("edgc_int5", "EDGC, int5 factors", "#DD5A77", r"$\bar{5}$", (0, (2, 3))),
         Family("edgc_int4", "EDGC, int4 factors", "#EE6677", r"$\diamond$", (0, (9, 1))),
         Family("given", "ranks given, after a warm-up", "#4B0F6B", r"$\clubsuit$"),
         Family("other", "other", "#888888", ".", ":"),
     )
 }
-_WORDS = (
-    ("spectral", ("spectral",)),
-    ("released", ("released",)),
-    ("selective", ("selective", "optimus")),
-    ("edgc", ("edgc", "cqm")),
-    ("powersgd", ("powersgd", "fixed", "rank")),
-    ("topk", ("topk", "top_k", "top-k")),
-    ("randomk", ("randomk", "random_k", "random-k", "randk")),
-    ("quantize", ("quant", "int8", "int4", "int2")),
-    ("sign", ("sign",)),
-    ("bf16", ("bf16", "fp16")),
-    ("none", ("none", "uncompressed", "megatron", "dense")),
-    *((kind.method, (kind.method,)) for kind in methods()),
-)
-
 ESTIMATORS = {
     "histogram": Family("histogram", "histogram", "#0072B2", "o"),
     "gaussian": Family("gaussian", "Gaussian", "#D55E00", "s", "--"),
@@ -149,35 +125,25 @@ ARCHITECTURES = {
 MARKERS = "osD^vP<>Xph*"
 
 
-def family(name: str) -> Family:
-    """The family of a method, variant name or label ("powersgd_r8", "EDGC (cqm)"); never fails."""
-    known = (key for key, words in _WORDS if any(word in name.lower() for word in words))
-    return FAMILIES[next(known, "other")]
-
-
 def by_name(name: str) -> Family:
-    """Family as :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``,
-    ``powersgd_r32_int4``, ``edgc_cqm_int8``."""
-    for dtype in FACTOR_BITS.keys() - {"fp32"}:
-        if name.startswith(f"factors_{dtype}") or (name.startswith("powersgd") and name.endswith(f"_{dtype}")):
-            return FAMILIES[f"factors_{dtype}"]
-        if name.startswith("edgc") and name.endswith(f"_{dtype}"):
-            return FAMILIES[f"edgc_{dtype}"]
-    return FAMILIES.get(f"quantize_{name}") or family(name)
+    """The family of a variant or method by its name, such as ``powersgd_r32_int4``, ``edgc_released``, ``int8``."""
+    method, *rest = name.split("_")
+    kind = "factors" if method == "powersgd" else method
+    keys = [f"quantize_{name}", *(f"{kind}_{part}" for part in rest), *rest, method]
+    return FAMILIES[next((key for key in keys if key in FAMILIES), "other")]
 
 
 def look(run: pd.Series) -> Family:
     """The family of a row of a methods table, by its settings; the type of the factors tells some apart."""
+    method, policy, dtype = run["method"], run["policy"], run["factor_dtype"]
     keys = ["selective"] if str(run.get("label", "")).startswith("selective") else []
-    if run["method"] == "powersgd":
-        keys = ["one_sided"] if run["one_sided"] in (True, "True") else [f"factors_{run['factor_dtype']}", *keys]
-    elif run["method"] == "edgc":
-        given = run["policy"] in ("fixed", "schedule")
-        keys = ["given"] if given else [str(run["policy"]), f"edgc_{run['factor_dtype']}", *keys]
-    elif run["method"] == "quantize":
+    if method == "powersgd":
+        keys = [f"factors_{dtype}", *keys]
+    elif method == "edgc":
+        keys = ["given"] if policy in ("fixed", "schedule") else [policy, f"edgc_{dtype}", *keys]
+    elif method == "quantize":
         keys = [f"quantize_int{run.get('bits', 0):g}", *keys]
-    policy = run["policy"] if run["method"] == "edgc" else ""
-    return next((FAMILIES[key] for key in keys if key in FAMILIES), family(f"{run['method']} {policy}"))
+    return FAMILIES[next((key for key in [*keys, method] if key in FAMILIES), "other")]
 
 
 def stage_colours(count: int) -> list[tuple[float, float, float]]:
@@ -185,26 +151,14 @@ def stage_colours(count: int) -> list[tuple[float, float, float]]:
     return list(sns.color_palette("viridis", n_colors=count + 1)[:count])
 
 
-def use() -> None:
-    """Set the theme: call it before the first axes is made."""
-    sns.set_theme(context="paper", style="whitegrid", font="DejaVu Sans", rc=THEME)
-
-
 def figure(
     rows: int = 1, columns: int = 1, *, height: float | None = None, **options: object
 ) -> tuple[Figure, list[Axes]]:
     """A themed figure at its print size and its axes, row by row. ``height``: inches."""
-    use()
-    height = height if height is not None else 0.72 * COLUMN * rows / columns
+    sns.set_theme(context="paper", style="whitegrid", font="DejaVu Sans", rc=THEME)
+    height = height or 0.72 * COLUMN * rows / columns
     fig, axes = plt.subplots(rows, columns, figsize=(COLUMN, height), squeeze=False, **options)
     return fig, list(axes.flat)
-
-
-def stacked(heights: Sequence[float]) -> tuple[Figure, list[SubFigure]]:
-    """A themed figure and its parts, one above the other, each with panels and a legend of its own. Inches."""
-    use()
-    fig = plt.figure(figsize=(COLUMN, sum(heights) + MARGIN))
-    return fig, list(fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False).flat)
 
 
 def half_interval(values: pd.Series) -> float:

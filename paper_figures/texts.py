@@ -23,6 +23,7 @@ BOLD: dict[str, Any] = {"weight": "bold", "size": FONT}
 LEFT = 0.01  # of the width of a figure, from which texts begin that are wider than their panels
 TITLE = 46  # characters of a title in bold that fit a column
 INTERVAL = "bars: 95 % t interval of the mean"
+SHARE_OF_BYTES = "gradient bytes sent\n(% of an fp32 all-reduce; of bf16: twice that)"  # label of an axis
 
 
 def finish(
@@ -33,34 +34,15 @@ def finish(
     Args:
         legend: entries of a legend under the title, which takes the options.
     """
-    letter(axes)
-    if legend is None:
-        headline(fig, title)
-    else:
-        title_legend(fig, *legend, title, **options)
-    write_note(fig, note)
-    return fig
-
-
-def letter(axes: Sequence[Axes], *, from_the_left: bool = False) -> None:
-    """Put (a), (b), ... before the titles of the panels.
-
-    Args:
-        from_the_left: titles begin at the figure's left edge, above the names beside the panels; for long ones.
-    """
     for index, ax in enumerate(axes):
         ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
-        if from_the_left:
-            title: Text = ax._left_title  # type: ignore[attr-defined]  # there is no public one
-            down: Any = ax.transAxes + ax.titleOffsetTrans  # type: ignore[attr-defined]
-            title.set_transform(blended_transform_factory(ax.figure.transFigure, down))
-            title.set_x(LEFT)
-
-
-def title_legend(fig: Figure, handles: Iterable[Any], labels: Iterable[str], title: str, **options: Any) -> None:
-    """The legend above all panels, in two columns where nothing else is said, under a title that says what is seen."""
-    options = {"ncols": 2, "columnspacing": 1.0, "loc": "outside upper center"} | options
-    fig.legend(list(handles), list(labels), title=in_lines(title), title_fontproperties=BOLD, **options)
+    if legend is None:
+        fig.suptitle(in_lines(title), fontproperties=BOLD, x=LEFT, ha="left")
+    else:
+        look: dict[str, Any] = {"ncols": 2, "columnspacing": 1.0, "loc": "outside upper center"}
+        fig.legend(*legend, title=in_lines(title), title_fontproperties=BOLD, **look | options)
+    write_note(fig, note)
+    return fig
 
 
 def legend_below(ax: Axes, center: float, depth: float, entries: Entries | None = None) -> None:
@@ -74,11 +56,6 @@ def in_lines(title: str) -> str:
     return textwrap.fill(title.replace(" %", "\u00a0%"), TITLE, break_on_hyphens=False).replace("\u00a0", " ")
 
 
-def headline(fig: Figure, title: str) -> None:
-    """A title over all panels that says what is seen, where no legend of the figure carries it."""
-    fig.suptitle(in_lines(title), fontproperties=BOLD, x=LEFT, ha="left")
-
-
 def write_note(fig: Figure, text: str) -> None:
     """Write one or more lines under the figure (n, spread, scale), and keep the axes clear of them."""
     width = int(fig.get_figwidth() * 72 / (0.55 * MIN_FONT))  # characters of a line, none of which may be cut off
@@ -89,13 +66,7 @@ def write_note(fig: Figure, text: str) -> None:
     fig.text(LEFT, 2 / 72 / fig.get_figheight(), text, fontsize=MIN_FONT, color="#444444", va="bottom", ha="left")
 
 
-def count_note(
-    n: int | Iterable[int],
-    *extra: str,
-    what: str = "seeds",
-    bars: str = INTERVAL,
-    scale: str = "",
-) -> str:
+def count_note(n: int | Iterable[int], *extra: str, what: str = "seeds", bars: str = INTERVAL, scale: str = "") -> str:
     """The text of a note: how many repeats a point stands for, what the bars or bands show, then ``extra``, a line each
     that is not empty."""
     counts = [n] if isinstance(n, int) else sorted({int(k) for k in n})
@@ -104,11 +75,6 @@ def count_note(
     if counts != [1] and bars:
         line += f"; {bars}" + (", none where n = 1" if counts[0] == 1 and "t interval" in bars else "")
     return "\n".join(filter(None, (line + (f"; scale {scale}" if scale else ""), *extra)))
-
-
-def share_of_bytes() -> str:
-    """The label of an axis with bytes sent, in percent of an fp32 all-reduce; it says what they are of a bf16 one."""
-    return "gradient bytes sent\n(% of an fp32 all-reduce; of bf16: twice that)"
 
 
 def untested(runs: pd.DataFrame) -> str:
@@ -127,8 +93,7 @@ def failures(runs: pd.DataFrame) -> list[str]:
 
 def label_point(ax: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> Text:
     """A text with a white edge, so that it stays readable over lines and markers, ``offset`` points from ``place``."""
-    options = {"textcoords": "offset points", "va": "center"} | options
-    return outline(ax.annotate(text, place, offset, **options))
+    return outline(ax.annotate(text, place, offset, **{"textcoords": "offset points", "va": "center"} | options))
 
 
 def outline(text: Text) -> Text:
@@ -140,3 +105,16 @@ def outline(text: Text) -> Text:
 def message(ax: Axes, text: str) -> None:
     """Say inside a panel why it has no data (so that no panel is silently empty)."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=MIN_FONT, wrap=True)
+
+
+def name_rows(fig: Figure, axes: Sequence[Axes], names: Sequence[str], what: str = "method") -> None:
+    """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
+    the panels the names would take most of a column's width. ``what``: of a row."""
+    axes[0].set_yticks([])
+    axes[0].set(ylabel=what, ylim=(len(names) - 0.55, -0.8))
+    across = blended_transform_factory(fig.transFigure, axes[-1].transData)
+    for place, name in enumerate(names):
+        text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=MIN_FONT, va="bottom")
+        outline(text).set_in_layout(False)
+    for ax in axes:
+        ax.grid(axis="y", visible=False)

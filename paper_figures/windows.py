@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -52,35 +51,29 @@ def window_ablation(results: Path) -> Figure:
     # A window's first variant stands for it; of others, such as other step limits, only the ranks are of interest.
     usual = everything.drop_duplicates("window")["variant"]
     table = everything[everything["variant"].isin(usual)]
-    fig, axes = style.figure(3, 1, height=7.8)
-    correlation(axes[0], table)
+    fig, (top, entropies, ranks) = style.figure(3, 1, height=7.8)
+    correlation(top, table)
     first = paths[(paths["stage"] == 0) & (paths["seed"] == paths["seed"].min())]
     lengths = sorted(table["window"].unique())
-    colours = sns.color_palette("viridis", len(lengths) + 1)
-    for length, colour, marker in zip(lengths, colours, style.MARKERS, strict=False):
-        rows = first[(first["length"] == length) & first["variant"].isin(usual)]
-        steps, label = rows["iteration"], f"w = {length}"
-        axes[1].plot(steps, rows["entropy_full"], color=colour, linewidth=1.0, label=f"{label}, all")
-        marks: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5, "linestyle": ""}
-        axes[1].plot(steps, rows["entropy"], label="sampled", **marks)
-        axes[2].plot(steps, rows["rank"], label=label, color=colour, linewidth=1.6, drawstyle="steps-pre")
+    for length, colour, marker in zip(lengths, style.stage_colours(len(lengths)), style.MARKERS, strict=False):
+        rows = first[(first["length"] == length) & first["variant"].isin(usual)].set_index("iteration")
+        entropies.plot(rows["entropy_full"], color=colour, linewidth=1.0, label=f"w = {length}, all")
+        entropies.plot(rows["entropy"], marker, color=colour, markersize=3.5, label="sampled")
+        ranks.plot(rows["rank"], label=f"w = {length}", color=colour, linewidth=1.6, drawstyle="steps-pre")
     # Equal courses lie on each other: every other variant has a colour and dashes of its own.
-    others = first[~first["variant"].isin(usual)].groupby("variant", sort=False)
-    for (_, rows), colour, line in zip(others, itertools.cycle(COLOURS), itertools.cycle(LINES), strict=False):
+    others = first[~first["variant"].isin(usual)].set_index("iteration").groupby("variant", sort=False)
+    for (_, rows), other, line in zip(others, itertools.cycle(COLOURS), itertools.cycle(LINES), strict=False):
         label = rows["label"].iloc[0]
-        axes[2].plot(rows["iteration"], rows["rank"], label=label, color=colour, linestyle=line, drawstyle="steps-pre")
-    axes[1].set(title="mean entropy of a window, stage 0", ylabel="entropy (nats)")
-    # As many in any height: the layout counts on the ticks of its first pass.
-    axes[1].yaxis.set_major_locator(MaxNLocator(5))
-    ranks = first["rank"].dropna()
-    same = f": always {ranks.min():g}" if ranks.nunique() == 1 else ""
-    axes[2].set(title=f"rank, stage 0{same}", ylabel="rank r")
-    if ranks.empty:
-        texts.message(axes[2], "never compressed")
-    else:
-        axes[2].set_ylim(bottom=0)
-        axes[2].yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    for ax, columns in zip(axes[1:], (3, 2), strict=True):
+        ranks.plot(rows["rank"], label=label, color=other, linestyle=line, drawstyle="steps-pre")
+    entropies.set(title="mean entropy of a window, stage 0", ylabel="entropy (nats)")
+    values = first["rank"].dropna()
+    ranks.set(title="rank, stage 0" + (f": always {values.min():g}" if values.nunique() == 1 else ""), ylabel="rank r")
+    if values.empty:
+        texts.message(ranks, "never compressed")
+    ranks.set_ylim(bottom=0)
+    for ax, columns in ((entropies, 3), (ranks, 2)):
+        # As many ticks in any height: the layout counts on those of its first pass.
+        ax.yaxis.set_major_locator(MaxNLocator(5, integer=ax is ranks))
         ax.set_xlim(left=0)
         ax.set_xlabel("iteration")
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=columns, columnspacing=0.8)
@@ -92,7 +85,7 @@ def window_ablation(results: Path) -> Figure:
         extra += " Missing points in (a): " + "; ".join(reasons[:2]) + "."
     counts = table[table["status"] == "ok"].groupby("window").size()
     note = texts.count_note(counts, extra, bars=f"(a) {texts.INTERVAL}", scale=results.name)
-    return texts.finish(fig, axes, agreement(table), note)
+    return texts.finish(fig, [top, entropies, ranks], agreement(table), note)
 
 
 def agreement(table: pd.DataFrame) -> str:
@@ -154,18 +147,15 @@ def by_samples(ax: Axes, runs: pd.DataFrame, means: pd.DataFrame) -> None:
         texts.message(ax, "no run has enough windows")
     measured, extrapolated = (runs[runs["kind"] == kind] for kind in ("measured", "extrapolated"))
     others, usual = measured[measured["alpha"] != ALPHA], measured[measured["alpha"] == ALPHA]
-    look: dict[str, Any] = {"color": OTHER, "markerfacecolor": "white", "markersize": 3}
-    ax.plot(others["samples"], others["cc"], "s", label="measured, other α", **look)
+    ax.plot(others["samples"], others["cc"], "s", label="measured, other α", color=OTHER, mfc="white", markersize=3)
     ax.plot(usual["samples"], usual["cc"], ".", color=COLOUR, markersize=4, alpha=0.6)
     means = means[means["alpha"] == ALPHA].sort_values("samples")
     solid, dashed = (means[means["kind"] == kind] for kind in ("measured", "extrapolated"))
     error = [solid["cc_mean"] - solid["cc_low"], solid["cc_high"] - solid["cc_mean"]]
     ax.errorbar(solid["samples"], solid["cc_mean"], yerr=error, color=COLOUR, marker="o", label="measured, α = 0.1")
     start = solid[solid["window"] == extrapolated["from_window"].min()]
-    samples, values = (
-        pd.concat([start[first], dashed[then]]) for first, then in (("samples",) * 2, ("cc_model_mean", "cc_mean"))
-    )
-    ax.plot(samples, values, "--", color=COLOUR, label="extrapolated, α = 0.1")
+    line = pd.concat([start.assign(cc_mean=start["cc_model_mean"]), dashed])
+    ax.plot(line["samples"], line["cc_mean"], "--", color=COLOUR, label="extrapolated, α = 0.1")
     ax.plot(extrapolated["samples"], extrapolated["cc"], ".", color=COLOUR, markersize=2.5, alpha=0.6)
     if dashed["cc_low"].notna().any():
         ax.fill_between(dashed["samples"], dashed["cc_low"], dashed["cc_high"], color=COLOUR, alpha=0.15, linewidth=0)

@@ -52,30 +52,29 @@ class Setting:
     masked: bool
     dtype: torch.dtype
     world: int
-    deferred: bool
     layout: str
     zeros: bool = False  # the first gradients
     scale: float = 1.0
 
     def __str__(self) -> str:
         words = ["masked" if self.masked else "host", str(self.dtype)[6:], f"W{self.world}", self.layout]
-        return "-".join([*words, *["deferred"] * self.deferred, *["zeros first"] * self.zeros, f"{self.scale:g}"])
+        return "-".join([*words, *["zeros first"] * self.zeros, f"{self.scale:g}"])
 
 
-# Every pair of path, type and deferral; every number of workers and layout on both paths.
+# Every pair of path and type; every number of workers and layout on both paths.
 SETTINGS = (
-    Setting(False, torch.float32, 2, False, "flat"),
-    Setting(True, torch.float32, 3, True, "flat", zeros=True),
-    Setting(False, torch.bfloat16, 3, True, "strided", zeros=True, scale=1e10),
-    Setting(True, torch.bfloat16, 2, False, "transposed"),
-    Setting(False, torch.float64, 1, False, "transposed", zeros=True, scale=1e15),
-    Setting(True, torch.float16, 4, False, "flat"),
-    Setting(False, torch.float16, 2, True, "transposed"),
-    Setting(True, torch.float64, 1, True, "strided", scale=1e-30),
+    Setting(False, torch.float32, 2, "flat"),
+    Setting(True, torch.float32, 3, "flat", zeros=True),
+    Setting(False, torch.bfloat16, 3, "strided", zeros=True, scale=1e10),
+    Setting(True, torch.bfloat16, 2, "transposed"),
+    Setting(False, torch.float64, 1, "transposed", zeros=True, scale=1e15),
+    Setting(True, torch.float16, 4, "flat"),
+    Setting(False, torch.float16, 2, "transposed"),
+    Setting(True, torch.float64, 1, "strided", scale=1e-30),
 )
 
 
-SWITCHES = {"error_feedback": False, "warm_start": False, "one_sided": True, "error_dtype": "bf16"}
+SWITCHES = {"error_feedback": False, "error_dtype": "bf16"}
 
 
 @cache
@@ -89,7 +88,6 @@ def variants() -> Mapping[str, EDGCConfig]:
             if name != "edgc" and known.get(key, value) != value:
                 settings[f"{name}, {key} {value}"] = {**settings[name], key: value}
     more: tuple[dict[str, Any], ...] = (
-        {"one_sided": True, "warm_start": False},
         {"one_sided": True, "factor_dtype": "int4"},
         {"factor_dtype": "int8", "error_dtype": "bf16"},
         {"factor_dtype": "bf16", "one_sided": True},
@@ -198,8 +196,6 @@ class Team:
     def __init__(self, name: str, setting: Setting, device: torch.device = CPU) -> None:
         self.name, self.setting, self.device = name, setting, device
         self.workers: list[Compressor] = [config_of(name).build() for _ in range(setting.world)]
-        for worker in self.workers:
-            worker.deferred = setting.deferred
 
     @property
     def states(self) -> list[dict[str, Any]]:
@@ -225,7 +221,7 @@ class Team:
 
     def reduce(self, given: Sequence[Sequence[Gradient]], rank: int | None) -> list[Statistics]:
         with masked_path(self.setting.masked):
-            return reduce_together(self.workers, given, rank)
+            return reduce_together(self.workers, given, rank, settle=False)
 
     def settle(self, keep: bool = True) -> None:
         with masked_path(self.setting.masked):
@@ -254,7 +250,7 @@ class Team:
 def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
     """One step: replicas equal bit for bit, sent + kept = input, finite, waits, norms; what the buffers hold."""
     setting, traits = team.setting, Traits.of(team.name)
-    given, before, states = team.given(step), team.kept(), copy.deepcopy(team.states) if setting.deferred else []
+    given, before, states = team.given(step), team.kept(), copy.deepcopy(team.states)
     brought = [
         [examples.came_in(worker, gradient) + error for gradient, error in zip(own, kept, strict=True)]
         for worker, own, kept in zip(team.workers, given, before, strict=True)
@@ -265,8 +261,7 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
     if setting.world > 1:
         met, waits = room(setting.world).meetings - met, team.workers[0].waits(rank)
         assert met == waits if any(lossy) else met <= waits
-    if setting.deferred:
-        assert same(team.states, states), "a reduction changes nothing before it is settled"
+    assert same(team.states, states), "a reduction changes nothing before it is settled"
     team.settle()
     kept = team.kept()
 
@@ -303,19 +298,12 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
     return results[0]
 
 
-def draws(state: dict[str, Any], name: str) -> dict[str, Any]:
-    """How often something was drawn: where nobody looks, a step that is given up has had its draw."""
-    keys = ["counts", *["draws"] * (not getattr(config_of(name), "warm_start", True))]
-    return {key: state[key] for key in keys if key in state}
-
-
 def given_up(team: Team, step: int) -> None:
     """A number on one worker that is not finite: seen by all, and nothing of it stays."""
-    (rank, place, bad), traits, setting = BAD[step], Traits.of(team.name), team.setting
+    (rank, place, bad), traits = BAD[step], Traits.of(team.name)
     before, given = copy.deepcopy(team.states), team.given(90 + step)
     given[-1][place].tensor[(0,) * given[-1][place].tensor.dim()] = bad
-    protects = setting.deferred or any(state.get("errors") or state.get("velocities") for state in before)
-    protects = protects and (traits.entrywise or traits.low_rank)
+    protects = traits.entrywise or traits.low_rank
     lossy = any(team.through(gradient, rank) for gradient in given[0])
     statistics = team.reduce(given, rank)
     for own in given:
@@ -326,13 +314,7 @@ def given_up(team: Team, step: int) -> None:
         assert int(statistic.skipped) == (lossy or protects)
         assert float(statistic.input_sq) == float(statistic.error_sq) == 0
     team.settle(keep=False)
-    if setting.masked and not setting.deferred and step == 0:
-        assert not any(bool(error.any()) for own in team.kept() for error in own), "memory of zeros is all there may be"
-        return
-    after = team.states
-    if setting.masked and not setting.deferred:
-        before = [{**state, **draws(now, team.name)} for state, now in zip(before, after, strict=True)]
-    assert same(before, after), "it left traces"
+    assert same(before, team.states), "it left traces"
 
 
 def course_holds(name: str, setting: Setting, device: torch.device = CPU) -> None:
@@ -355,11 +337,7 @@ def course_holds(name: str, setting: Setting, device: torch.device = CPU) -> Non
     for step in range(SAVED, len(RANKS)):
         if step in BAD:
             given_up(team, step)
-            for twin in twins:
-                for worker, state in zip(twin.workers, team.states, strict=True):
-                    if drawn := draws(state, name):
-                        worker.load_state_dict({**worker.state_dict(), **drawn})
-        if setting.deferred and step == 4:
+        if step == 4:
             before = copy.deepcopy(team.states)
             team.reduce(team.given(80), 4)
             team.settle(keep=False)

@@ -33,8 +33,20 @@ room = cache(Room)
 
 
 def reduce_together(
-    compressors: Sequence[Compressor], gradients: Sequence[Sequence[Gradient]], rank: int | None
+    compressors: Sequence[Compressor],
+    gradients: Sequence[Sequence[Gradient]],
+    rank: int | None,
+    settle: bool = True,
 ) -> list[Statistics]:
-    """One reduction of every worker, each with its own compressor and gradients."""
+    """One reduction of every worker, each with its own compressor and gradients; a whole step, unless told not to."""
     place = room(len(compressors))
-    return place.run(lambda worker: compressors[worker].reduce(gradients[worker], place.opener(worker)(), rank))
+
+    def reduce(worker: int) -> Statistics:
+        statistics = Statistics()
+        for _ in compressors[worker].exchange(gradients[worker], place.opener(worker)(), rank, statistics):
+            pass
+        if settle:
+            compressors[worker].settle(True)
+        return statistics
+
+    return place.run(reduce)

@@ -1,14 +1,13 @@
 """``python -m workflows.program [TARGET ...]``: what ``make reproduce`` runs around Snakemake.
 
-Checks all settings before anything starts, lets one workflow at a time work in a results folder, clears away
-what a killed one left (processes and Snakemake's lock), runs Snakemake, and says where the results are.
-Options that it does not know go to Snakemake.
+Stops what a killed workflow left, runs Snakemake, and says where the results are. Options that it does not know go to
+Snakemake, which checks settings and targets.
 
-The results folder is locked by an open file that only this process and Snakemake hold, so the kernel drops
-the lock when both are gone, however they end; Snakemake is killed when this process is. Jobs do not hold it:
-those of a killed workflow are found by a mark in their environment, and stopped, at once by a process that waits
-for that, and by the next workflow where that was killed, too; with ``--profile slurm`` those that
-it has left in the queue are cancelled.
+One workflow at a time works in a results folder, also where Snakemake is started by hand: the folder is locked by an
+open file that only this process and Snakemake hold, so the kernel drops the lock when both are gone, however they end;
+Snakemake is killed when this process is. Jobs do not hold it: those of a killed workflow are stopped at once by a
+process that waits for that, and by the next workflow where that was killed, too; with ``--profile slurm`` those that it
+has left in the queue are cancelled.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from experiments.common import interrupts
 if __name__ == "__main__":
     interrupts.while_starting()
 
-import contextlib
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -42,9 +40,7 @@ from experiments.spec import matrix
 from experiments.spec.study import PipelineSettings
 from experiments.training.outputs import RunFolder
 from workflows import jobs
-from workflows.targets import check_studies, check_targets
 
-LOCKS = ROOT / ".snakemake" / "locks"
 PLACES = {"report": "report.html", "figures": "figures/*.png", "tables": "*/table.csv", "claims": "claims.csv"}
 Targets = Annotated[list[str] | None, typer.Argument(help="what to make, default: all; before all options")]
 
@@ -55,6 +51,7 @@ def lock(folder: Path) -> IO[str]:
     Raises:
         UserError: another workflow holds it.
     """
+    check_writable(folder)
     path = folder / ".workflow.lock"
     handle = path.open("a+", encoding="utf-8")
     try:
@@ -64,33 +61,17 @@ def lock(folder: Path) -> IO[str]:
         owner = handle.read().strip() or "unknown"
         fix = "wait for it or stop it"
         raise UserError(f"another workflow is running, process {owner}", where=path, fix=fix) from None
-    handle.seek(0)
-    handle.truncate()
+    handle.truncate(0)
     handle.write(f"{os.getpid()}\n")
     handle.flush()
     return handle
 
 
-def unlock(arguments: list[str]) -> None:
-    """Remove Snakemake's own lock where a killed Snakemake left one.
-
-    Raises:
-        UserError: its owner is alive.
-    """
-    if not any(LOCKS.glob("*")):
-        return
-    if owner := jobs.other_snakemake(ROOT):
-        fix = "wait for it or stop it"
-        raise UserError(f"Snakemake is already running here, process {owner}", where=ROOT, fix=fix)
-    print("removing the lock of an interrupted Snakemake", file=sys.stderr)
-    subprocess.run([*arguments, "--unlock", "--quiet"], cwd=ROOT, check=True, capture_output=True)
-
-
 def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm: bool) -> int:
     """Run Snakemake to its end; after signal n, which ends it and all its jobs, returns 128 + n.
 
-    Ctrl-C does not reach Snakemake, which would report every job that it ends: it is killed, its jobs are stopped, and
-    its lock is removed. With Slurm it is asked to end, for it cancels what it has submitted.
+    Ctrl-C does not reach Snakemake, which would report every job that it ends: it is killed, and its jobs are stopped.
+    With Slurm it is interrupted by whatever ends this process, for it cancels what it has submitted.
     """
     set_death_signal = die_with_parent(signal.SIGKILL)
 
@@ -106,35 +87,23 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         stopped = number
+        if on_slurm and number != signal.SIGINT:
+            process.send_signal(signal.SIGINT)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    code = None
-    while code is None:
-        if stopped and not on_slurm:
-            process.kill()
-            code = process.wait()
-            if stopped == signal.SIGINT:
-                jobs.stop(folder, signal.SIGINT, jobs.INTERRUPT_SECONDS, jobs.is_launcher)
-            shutil.rmtree(LOCKS, ignore_errors=True)
-            break
-        # Ctrl-C reaches Snakemake and its jobs by itself. Other signals are handed on: SIGINT to Snakemake, for
-        # which SIGTERM would mean to wait for what runs, and SIGTERM to the jobs.
-        if stopped not in (0, signal.SIGINT):
-            process.send_signal(signal.SIGINT)
-            jobs.send(signal.SIGTERM, [job for job in jobs.marked(folder) if job.pid != process.pid])
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=0.2)
-    jobs.stop(folder)
-    if stopped or code < 0:
-        return 128 + (stopped or -code)
-    return code
+    while process.poll() is None and (on_slurm or not stopped):
+        time.sleep(0.2)
+    if process.poll() is None:
+        process.kill()
+    code = process.wait()
+    jobs.stop(folder, interrupted=stopped == signal.SIGINT and not on_slurm)
+    return 128 + (stopped or -code) if stopped or code < 0 else code
 
 
 def run_states(folder: Path, scale: str) -> dict[Path, str]:
     """Folder of every run -> its status; "" where it has not ended."""
-    runs, _ = matrix.all_runs(scale)
-    paths = [folder / study / run.name for study, configs in runs.items() for run in configs]
+    paths = [folder / study / run.name for study, runs in matrix.all_runs(scale)[0].items() for run in runs]
     ended = {path: path / "status" for path in paths}
     return {path: file.read_text(encoding="utf-8").strip() if file.is_file() else "" for path, file in ended.items()}
 
@@ -153,8 +122,7 @@ def closing_words(folder: Path, scale: str) -> list[str]:
     """Sentence on where the results are, and which runs did not end well."""
     lines = []
     for name, pattern in PLACES.items():
-        paths = [path for path in folder.glob(pattern) if path.is_file()]
-        if paths:
+        if paths := [path for path in folder.glob(pattern) if path.is_file()]:
             lines.append(f"{name:8} {paths[0] if len(paths) == 1 else f'{folder / pattern} ({len(paths)})'}")
     states = {f"{path.parent.name}/{path.name}": state for path, state in run_states(folder, scale).items() if state}
     if states:
@@ -168,7 +136,7 @@ def main(
     targets: Targets = None,
     scale: Annotated[str, typer.Option(help="file in experiments/scales")] = "ci",
     results: Annotated[Path, typer.Option(help="folder of all results")] = Path("results"),
-    cores: Annotated[int, typer.Option(help="cores to use")] = os.cpu_count() or 1,
+    cores: Annotated[int, typer.Option(help="cores to use", min=1)] = os.cpu_count() or 1,
     keep_runs: Annotated[
         bool, typer.Option("--keep-runs", help="keep runs made by code of an earlier version")
     ] = False,
@@ -185,38 +153,26 @@ def main(
     wanted, extra = words[:first] or ["all"], words[first:]
     if parent:
         die_with_parent(signal.SIGTERM)()
-    if cores < 1:
-        raise UserError(f"--cores {cores} is not valid", fix="use 1 or more")
     os.chdir(ROOT)
     validate(PipelineSettings, {"scale": scale, "results": str(results)}, "the command line")
-    _, broken = matrix.all_runs(scale)
-    check_studies(broken, wanted)
+    matrix.load_scale(scale)
     folder = results / scale
-    check_targets(wanted, scale, folder)
     on_slurm = profile is not None and Path(profile).name == "slurm"
-    if profile is not None:
-        extra = ["--profile", profile, *extra]
-    if on_slurm and not slurm.only_looks(extra):
-        slurm.require()
-    check_writable(folder)
-    snakemake = [sys.executable, "-m", "snakemake"]
-    parallel = ["--cores", str(cores)]
-    config = ["--config", f"scale={scale}", f"results={results}", f"keep_runs={keep_runs}"]
+    # Under Slurm the number of cores would limit the jobs of all nodes together.
+    options = ["--profile", str(profile)] if profile else []
+    options += [] if on_slurm else ["--cores", str(cores)]
+    options += ["--quiet", "host", "reason"]
+    options += ["--config", f"scale={scale}", f"results={results}", f"keep_runs={keep_runs}", *extra]
     with lock(folder) as handle:
         if left := jobs.stop(folder):
             print(f"stopped {left} processes of a killed workflow", file=sys.stderr)
-        unlock([*snakemake, *parallel, *config])
         if on_slurm and (left := slurm.cancel_jobs(ROOT)):
             print(f"cancelled {left} jobs of a killed workflow", file=sys.stderr)
-        settings = ["--quiet", "host", "reason", *config]
-        # Under Slurm it would limit the jobs of all nodes together.
-        arguments = [*snakemake, *([] if on_slurm else parallel), *settings, *extra, "--", *wanted]
         with jobs.ending_with_this(folder):
-            code = run_snakemake(arguments, handle, folder, on_slurm)
+            code = run_snakemake([sys.executable, "-m", "snakemake", *options, "--", *wanted], handle, folder, on_slurm)
     if code == interrupts.EXIT:
         print(kept_words(folder, scale), file=sys.stderr)
-        raise SystemExit(code)
-    if not code:  # else Snakemake has said it, and why
+    elif not code:  # else Snakemake has said it, and why
         print("\n".join(closing_words(folder, scale)), flush=True)
     raise SystemExit(code)
 

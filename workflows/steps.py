@@ -12,12 +12,9 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 from experiments.common.files import no_space
 
-# How the last line of a program begins that was refused its input, or that says itself how it goes on.
-REFUSED = "error: "
-OWN = (REFUSED, "interrupted: ")
-# Of no use to who waits; an empty line is not printed.
-UNSAID = ("Select jobs", "Execute ", "Finished jobid")
-TAIL_BYTES = 4096
+REFUSED = "error: "  # begins the last line of a program that was refused its input
+SELF_EXPLAINING = (REFUSED, "interrupted: ")
+HIDDEN = ("Select jobs", "Execute ", "Finished jobid")  # beginnings of messages that are of no use to who waits
 
 
 def name(step: Mapping[str, Any]) -> str:
@@ -32,11 +29,11 @@ class Short(DefaultFormatter):
         return name(msg)
 
     def format(self, record: logging.LogRecord) -> str:
-        return "" if str(record.msg).startswith(UNSAID) else super().format(record)
+        return "" if str(record.msg).startswith(HIDDEN) else super().format(record)
 
 
 class Steps(logging.Handler):
-    """Remembers the steps that fail."""
+    """Handler of Snakemake's messages that remembers the steps that fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +41,6 @@ class Steps(logging.Handler):
         self.failed: dict[int, list[str]] = {}  # the logs of each
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a message of Snakemake's."""
         fields = record.__dict__
         if fields.get("event") == LogEvent.JOB_INFO:
             self.names[fields["jobid"]] = name(fields)
@@ -53,17 +49,15 @@ class Steps(logging.Handler):
             self.failed[fields["jobid"]] = fields["log"]
 
     def faults(self, folder: Path) -> list[str]:
-        """Why a workflow has not finished, a line for each step that failed; those that were refused their input last.
-
-        Args:
-            folder: of the results.
-        """
-        lines = []
+        """Reasons why a workflow with results in ``folder`` has not finished: the last line of each failed step's log,
+        those of steps that were refused their input last."""
+        lines = list[str]()
         for number, logs in self.failed.items():
-            for path in logs:
-                if line := last_line(Path(path)):
-                    own = line.startswith(OWN)
-                    lines.append(line if own else f"failed: {self.names[number]}: {line} (in {path})")
+            for path in filter(Path.is_file, map(Path, logs)):
+                text = path.read_text(encoding="utf-8", errors="replace").strip()
+                if line := text.rpartition("\n")[2]:
+                    explained = line.startswith(SELF_EXPLAINING)
+                    lines.append(line if explained else f"failed: {self.names[number]}: {line} (in {path})")
         if not lines:
             why = f"no space left in {folder}" if no_space("", folder) else "a step was ended or could not be started"
             return [f"not finished: {why}; the same command continues"]
@@ -77,12 +71,3 @@ def attach() -> Steps:
             handler.setFormatter(Short(handler.formatter.quiet, handler.formatter.show_failed_logs))
     logger.addHandler(steps := Steps())
     return steps
-
-
-def last_line(path: Path) -> str:
-    """The last line of a file that is not empty; "" where there is none."""
-    try:
-        tail = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "")

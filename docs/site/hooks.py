@@ -22,10 +22,8 @@ OUTSIDE = "repository"
 REPORT = "report.html"
 KEPT = Path("results/reference")
 SCALE = "workstation"  # of the kept results that the report shows first
-DOTS_PER_INCH = 200  # of the committed figures
 LINK = re.compile(r'(\]\(|srcset="|src=")([^)\s"#]+)(#[^)\s"]*)?(\)|")')
 FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)\)")
-IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.png)\)")
 # An image in two colours follows the reader's system in the repository, and the switch of the site on the site.
 PICTURE = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*(<img[^>]*src=")([^"]+)">\s*</picture>')
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
@@ -86,13 +84,7 @@ def on_post_build(config: Any) -> None:
     below = site / OUTSIDE / KEPT
     runs = shutil.ignore_patterns("*-s[0-9]*.parquet")
     shutil.copytree(ROOT / KEPT, below, dirs_exist_ok=True, ignore=runs)
-    atomic_write(site / REPORT, report.render(Kept(below / SCALE, site / REPORT)).html)
-
-
-def _width(path: Path) -> int:
-    """Width on the screen, in CSS pixels: a figure's print size times 1.4, for it is made to be read 8 cm wide."""
-    inches = int.from_bytes(path.read_bytes()[16:20], "big") / DOTS_PER_INCH  # the header of a PNG
-    return round(1.4 * 96 * inches)
+    atomic_write(site / REPORT, report.render(Kept(below / SCALE, site / REPORT)))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -112,13 +104,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         base = Path(name if start == "](" else page.url).parent
         return f"{start}{os.path.relpath(_address(path), base)}{anchor}{end}"
 
-    def sized(image: re.Match[str]) -> str:
-        path = _linked(name, image[1])
-        return image[0] if path is None else f"{image[0]}{{ width={_width(path)} }}"
-
     def without_folder(link: re.Match[str]) -> str:
         path = _linked(name, link[2])
         return link[1] if path is not None and path.is_dir() else link[0]
 
-    parts = CODE.split(IMAGE.sub(sized, FOLDER.sub(without_folder, markdown)))
+    parts = CODE.split(FOLDER.sub(without_folder, markdown))
     return "".join(part if index % 2 else LINK.sub(rewritten, part) for index, part in enumerate(parts))

@@ -9,10 +9,9 @@ Bytes are counted where a collective is called (:class:`~edgc.runtime.channel.Ch
 How it fails: from finite input nothing non-finite comes out, where the norm of every matrix, error feedback included,
 is in the range of fp32; what fp32 rounds to zero is lost. Matrices of float64 are averaged as they are. If any
 replica's gradient is not finite, the buffer is not finite on any replica, and a compressor that keeps state leaves its
-state as it was. With ``deferred`` on, no reduction changes the state before :meth:`Compressor.settle` says so, for the
-reductions of a whole step together.
-Where only a part of a mean is needed (:attr:`Gradient.needed`, :attr:`Channel.shards`), the rest of the buffer is
-undefined.
+state as it was. No reduction changes the state before :meth:`Compressor.settle` says so, for the reductions of a whole
+step together, at the price of a second error feedback.
+Where only a part of an exact mean is needed (:attr:`Channel.shards`), the rest of the buffer is undefined.
 
 A reduction is a generator that yields whenever it needs the collectives it has started to be finished. One driver runs
 it straight through (:meth:`Compressor.reduce`); another keeps several buckets in flight (:mod:`edgc.ddp`). What a
@@ -47,14 +46,12 @@ _FEW = 4096  # entries that are converted to fp64 at a time
 class Gradient:
     """A named gradient of any shape; ``tensor`` is read and overwritten in place.
 
-    ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them.
     ``unused`` says that this rank's backward has not come by the parameter, so that the mean may be thrown away: what
     error feedback holds of it stays held, and this rank sends zeros. Ranks need not agree in it.
     """
 
     name: str
     tensor: Tensor
-    needed: tuple[int, int] | None = None
     unused: bool = False
 
 
@@ -124,14 +121,8 @@ class Statistics:
 
 
 class Compressor(ABC):
-    """One method of averaging gradients over data-parallel replicas.
+    """One method of averaging gradients over data-parallel replicas."""
 
-    Attributes:
-        deferred: whether changes of state wait for :meth:`settle`; to be set before the first reduction. It costs the
-            memory of a second error feedback and no pass over it.
-    """
-
-    deferred = False
     _changes: list[Callable[[], object]] | None = None
 
     @abstractmethod
@@ -157,12 +148,7 @@ class Compressor(ABC):
 
         Args:
             statistics: what this reduction has done is added to it when it ends.
-
-        Raises:
-            ValueError: if ``rank`` is below 1.
         """
-        if rank is not None and rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
         if not gradients:
             return
         device = gradients[0].tensor.device
@@ -192,10 +178,11 @@ class Compressor(ABC):
         own.decompress.add(started, mark(device))
 
     def reduce(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Statistics:
-        """Replace every gradient by (an approximation of) its mean over ``channel``, and wait for it."""
+        """Replace every gradient by (an approximation of) its mean over ``channel``, a whole step by itself."""
         statistics = Statistics()
         for _ in self.exchange(gradients, channel, rank, statistics):
             pass
+        self.settle(True)
         return statistics
 
     def scattered(self, gradients: Sequence[Gradient], channel: Channel, statistics: Statistics) -> Steps:
@@ -206,7 +193,7 @@ class Compressor(ABC):
         yield
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:  # noqa: B027
-        """Add what error feedback holds of ``gradients`` to them, and forget it (see ``deferred``)."""
+        """Add what error feedback holds of ``gradients`` to them, and forget it once that is settled."""
 
     @property
     def kept(self) -> Mapping[str, Tensor]:
@@ -226,15 +213,12 @@ class Compressor(ABC):
         """Gradients come multiplied by ``factor`` from now on, as when a loss scale changes: state follows."""
 
     def _then(self, change: Callable[[], object]) -> None:
-        """Change the state, now or when :meth:`settle` says so."""
-        if self.deferred:
-            self._changes = self._changes or []
-            self._changes.append(change)
-        else:
-            change()
+        """Change the state when :meth:`settle` says so."""
+        self._changes = self._changes or []
+        self._changes.append(change)
 
     def settle(self, keep: bool) -> None:
-        """Make the deferred changes of all reductions since the last call, or drop them as if these had not been."""
+        """Make the changes of all reductions since the last call, or drop them as if these had not been."""
         changes, self._changes = self._changes or [], None
         if keep:
             for change in changes:
@@ -320,10 +304,10 @@ class KeepsErrors(Compressor):
     def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
         """Clear the error feedback of ``gradients``, which has been sent, if ``ok``."""
         for gradient in gradients:
-            if self.deferred or host_decides(ok.device):
+            if host_decides(ok.device):
                 self._then(partial(self.errors.__delitem__, gradient.name))
             else:
-                self.errors[gradient.name].masked_fill_(ok, 0)
+                self._then(partial(self.errors[gradient.name].masked_fill_, ok, 0))
 
 
 def compressible(shape: Sequence[int], min_elements: int, bits: int = 32) -> bool:

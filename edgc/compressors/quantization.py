@@ -40,10 +40,10 @@ The words of a group are sent lowest bytes first: all their first bytes, then al
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import weakref
-from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from edgc.compressors.base import Steps
@@ -149,17 +149,12 @@ class Blocks:
 
     Args:
         bits: 8, 7, 6, 5, 4, 2 or 1.
-        stochastic: round at random so that the result is x on average, instead of to the nearest.
-
-    Raises:
-        ValueError: if ``bits`` is not one of these, or 1 bit is to be stochastic.
+        stochastic: round at random so that the result is x on average, instead of to the nearest; not with 1 bit.
     """
 
     size = align = 64  # entries that share a step
 
     def __init__(self, bits: int, *, stochastic: bool = False) -> None:
-        if bits not in LEVELS or (stochastic and bits == 1):
-            raise ValueError(f"no quantiser of bits={bits}, stochastic={stochastic}")
         self.bits, self.stochastic = bits, stochastic
         self.levels = LEVELS[bits]
         self.width = bits // math.gcd(bits, 8)  # bytes of a word
@@ -378,33 +373,26 @@ class Blocks:
         return scratch
 
 
+_OF_GROUPS = ("folded", "spoiled", "rest", "digit")
 _own = threading.local()  # what a thread has shared; it goes with its last user
 
 
-@dataclass(eq=False)
 class Scratch:
-    """Buffers for the blocks in work; the first axis counts blocks, or groups of them where it says so."""
+    """Buffers for so many groups of blocks in work; the first axis counts blocks, or groups where it says so."""
 
-    padded: Tensor
-    magnitude: Tensor
-    levels: Tensor
-    folded: Tensor  # groups
-    rest: Tensor  # groups
-    digit: Tensor  # groups
-    spoiled: Tensor  # groups
-    step: Tensor
-    inverse: Tensor
-    error: Tensor
-    least: Tensor
-    factor: Tensor
-    broken: Tensor
-    better: Tensor
-    ones: Tensor  # entries of a block
-    blocks: int = field(init=False)
-    cuts: dict[int, Scratch] = field(init=False, default_factory=dict)  # made so far, by their blocks
+    def __init__(self, groups: int, per_word: int, size: int, word: torch.dtype, device: torch.device) -> None:
+        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
-    def __post_init__(self) -> None:
-        self.blocks = len(self.step)
+        self.blocks = blocks = groups * per_word
+        self.per_word = per_word
+        self.padded, self.magnitude, self.levels = (buffer(blocks, size) for _ in range(3))
+        self.step, self.inverse, self.error, self.least, self.factor, self.broken = (buffer(blocks) for _ in range(6))
+        self.better = buffer(blocks, dtype=torch.bool)
+        self.folded, self.spoiled = buffer(groups, size), buffer(groups)
+        self.rest, self.digit = buffer(groups, size, dtype=word), buffer(groups, size, dtype=word)
+        self.ones = buffer(size).fill_(1)  # entries of a block
+        self.cuts: dict[int, Scratch] = {}  # made so far, by their blocks
 
     @classmethod
     def shared(cls, groups: int, per_word: int, size: int, word: torch.dtype, device: torch.device) -> Scratch:
@@ -418,20 +406,7 @@ class Scratch:
         every = vars(_own).setdefault("scratch", weakref.WeakValueDictionary())
         scratch: Scratch | None = every.get(key)
         if scratch is None:
-
-            def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-                return torch.empty(shape, dtype=dtype, device=device)
-
-            blocks = groups * per_word
-            scratch = every[key] = cls(
-                **{name: buffer(blocks, size) for name in ("padded", "magnitude", "levels")},
-                folded=buffer(groups, size),
-                **{name: buffer(groups, size, dtype=word) for name in ("rest", "digit")},
-                **{name: buffer(blocks) for name in ("step", "inverse", "error", "least", "factor", "broken")},
-                better=buffer(blocks, dtype=torch.bool),
-                spoiled=buffer(groups),
-                ones=buffer(size).fill_(1),
-            )
+            scratch = every[key] = cls(groups, per_word, size, word, device)
         return scratch
 
     def cut(self, blocks: int) -> Scratch:
@@ -439,8 +414,10 @@ class Scratch:
         if blocks >= self.blocks:
             return self
         if blocks not in self.cuts:
-            groups = blocks * len(self.folded) // self.blocks
-            lengths = dict.fromkeys(("folded", "rest", "digit", "spoiled"), groups) | {"ones": len(self.ones)}
-            names = [f.name for f in fields(self) if f.init]
-            self.cuts[blocks] = Scratch(**{name: getattr(self, name)[: lengths.get(name, blocks)] for name in names})
+            part = self.cuts[blocks] = copy.copy(self)
+            part.blocks, part.cuts = blocks, {}
+            for name, tensor in vars(self).items():
+                if isinstance(tensor, torch.Tensor) and name != "ones":
+                    count = blocks // self.per_word if name in _OF_GROUPS else blocks
+                    setattr(part, name, tensor[:count])
         return self.cuts[blocks]

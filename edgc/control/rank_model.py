@@ -65,8 +65,6 @@ def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...]) -> floa
 
 
 def _sides(m: int, n: int) -> tuple[int, int]:
-    if m < 1 or n < 1:
-        raise ValueError(f"a matrix has at least one row and one column, not {m} x {n}")
     return min(m, n), max(m, n)
 
 
@@ -83,9 +81,7 @@ def error(m: int, n: int, rank: float) -> float:
 def rank_for_error(m: int, n: int, value: float) -> float:
     """Real rank r with ``error(m, n, r) == value``; 0 where value >= g(0), min(m, n) where value <= 0."""
     p, large = _sides(m, n)
-    if not value > 0:
-        if math.isnan(value):
-            raise ValueError("the error must be a number")
+    if value <= 0:
         return float(p)
     share = value / math.sqrt(m * n)
     if share >= 1:
@@ -110,15 +106,11 @@ class StageModel:
     """Error of a pipeline stage: many matrices compressed at one common rank, their squared errors summed.
 
     Args:
-        shapes: (rows, columns) of the stage's compressible matrices; a matrix takes rank ``min(r, rows, columns)``.
-
-    Raises:
-        ValueError: no matrix.
+        shapes: (rows, columns) of the stage's compressible matrices, at least one; a matrix takes rank
+            ``min(r, rows, columns)``.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
-        if not shapes:
-            raise ValueError("a stage model needs at least one matrix")
         # Layers repeat: one term per distinct shape keeps an inversion of a deep stage cheap.
         self._terms = sorted(Counter(_sides(m, n) for m, n in shapes).items())
         self.max_rank = max(p for (p, _), _ in self._terms)
@@ -135,8 +127,6 @@ class StageModel:
         if len(self._terms) == 1:
             (p, large), count = self._terms[0]
             return rank_for_error(p, large, value / math.sqrt(count))
-        if math.isnan(value):
-            raise ValueError("the error must be a number")
         if value <= 0:
             return float(self.max_rank)
         if value >= self.error(0.0):

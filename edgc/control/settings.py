@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from edgc.checks import number, one_of, require
@@ -12,7 +12,6 @@ from edgc.compressors.entrywise.quantize import QuantizeConfig
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.config import Look
 from edgc.errors import UserError
-from edgc.sections import TimingConfig
 
 if TYPE_CHECKING:
     from edgc.compressors.base import KeepsErrors
@@ -37,8 +36,7 @@ class PolicyConfig(LowRankConfig):
         stability_tolerance: entropy counts as stable when two consecutive window means differ by at most this
             many nats (ours; the paper gives no number).
         search_start, search_repeats: first iteration of the r_max search, timings per rank. Code: 10 and 2.
-        alignment: DAC: ``off``, ``given`` or ``measured`` times.
-        timing: the times under ``alignment: given``.
+        alignment: DAC: ``off``, or by ``measured`` times.
         remeasure_above: where times were measured (``alignment: measured``, or r_max searched), measure them again
             while training goes on when reductions took another time than predicted over a window, by more than
             this share; None: never (ours; the paper leaves congestion open).
@@ -55,7 +53,6 @@ class PolicyConfig(LowRankConfig):
     search_start: int = 10
     search_repeats: int = 2
     alignment: str = "off"
-    timing: TimingConfig = field(default_factory=TimingConfig)
     remeasure_above: float | None = 0.2
 
     look = Look("EDGC", "#D55E00", "D")
@@ -76,18 +73,13 @@ class PolicyConfig(LowRankConfig):
         self._whole("warmup_bits", 1, optional=True)
         require(self.warmup_bits in (8, 4, None), "warmup_bits", self.warmup_bits, "use 8, 4 or null")
         number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
-        one_of("alignment", self.alignment, ("off", "given", "measured"))
+        one_of("alignment", self.alignment, ("off", "measured"))
         if self.remeasure_above is not None:
             number("remeasure_above", self.remeasure_above, 0, open_low=True)
-        if self.alignment == "given":
-            value = self.timing.seconds_per_rank
-            require(value > 0, "timing.seconds_per_rank", value, "alignment: given needs a time above 0")
 
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
         unused = super().idle(values)
-        if values["alignment"] != "given":
-            unused["timing"] = "set alignment: given"
         if values["alignment"] != "measured" and (cls.gives_ranks or values["r_max"] is not None):
             fix = "have times measured, with alignment: measured" + ("" if cls.gives_ranks else " or without r_max")
             unused |= dict.fromkeys(("search_start", "search_repeats"), fix)
@@ -125,7 +117,6 @@ class PolicyConfig(LowRankConfig):
             previous, entropy: stage 0's in the window before and in this one, nats; None if it was not measured.
             measuring: whether times are still being measured, which warm-up waits for.
         """
-
         # Rounded: 0.1 * 30 is above 3 in floating point.
         least, most = (round(f * iterations, 6) for f in (self.warmup_fraction, self.warmup_limit_fraction))
         if iteration + 1 <= least:
@@ -197,11 +188,9 @@ class SteppedConfig(PolicyConfig):
 
     def check_run(self, model: StageModel, iterations: int) -> None:
         super().check_run(model, iterations)
-        for key in ("iteration_rate", "warmup_rate"):
-            rate = getattr(self.entropy, key)
-            if rate is None or round(self.window * rate, 9) >= 1:
-                continue
-            what = f"window = {self.window} is shorter than 1 / entropy.{key} = {1 / rate:.4g} iterations"
+        rate = self.entropy.iteration_rate
+        if round(self.window * rate, 9) < 1:
+            what = f"window = {self.window} is shorter than 1 / entropy.iteration_rate = {1 / rate:.4g} iterations"
             least = math.ceil(round(1 / rate, 9))
             fix = f"some windows would have no entropy; use a window of at least {least}, or a higher rate"
             raise UserError(what, fix=fix)

@@ -14,10 +14,10 @@ What follows from how DDP works:
   where it is. What arrives in ``.grad`` and the mean of what is kept are what was computed.
 * If any rank's gradient is not finite, the bucket is not finite on any rank, so every rank's ``GradScaler`` (or own
   check) skips the same step. Error feedback, warm starts and the controller's means of all buckets are then as if the
-  step had never been, at the price of a second error feedback (``whole_steps``).
-* A ``GradScaler`` has to be given to :func:`register`: error feedback is kept in the unit of the gradients, and
-  entropies are those of the gradients without the scale. With scales that are powers of two, as torch's are, ranks,
-  bytes and decisions are those of a run without one, bit for bit.
+  step had never been, at the price of a second error feedback.
+* A ``GradScaler`` has to be given to :func:`~edgc.ddp.registration.register`: error feedback is kept in the unit of
+  the gradients, and entropies are those of the gradients without the scale. With scales that are powers of two, as
+  torch's are, ranks, bytes and decisions are those of a run without one, bit for bit.
 * Parameters of more than two dimensions are compressed as matrices, first dimension by the rest.
 """
 
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from edgc.buckets import Bucket, BucketWorker, Log
+from edgc.buckets import Bucket, BucketWorker
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
 from edgc.checks import need
 from edgc.compressors import Gradient
@@ -73,9 +73,6 @@ class Slot:
         return Slot, ()
 
 
-Unregistered = Slot  # name in models that were pickled whole by earlier versions
-
-
 def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DDP's, as the handle in ``slot`` does it."""
     future: torch.futures.Future[torch.Tensor]
@@ -84,17 +81,16 @@ def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class Handle:
-    """EDGC on one rank of a DDP job; made by :func:`register`.
+    """EDGC on one rank of a DDP job; made by :func:`~edgc.ddp.registration.register`.
 
     It must not refer to the model: the model holds it, by ways that the garbage collector does not see.
 
     Attributes:
         engine: reduces the gradients; not to be called from outside.
-        group: process group of the reductions.
+        group: process group of the reductions, made for this handle, which ends it.
 
     Args:
         slot: of the model.
-        ends_group: whether ``group`` was made for this handle, which then ends it.
         find_unused: whether backward may leave out parameters, whose ``.grad`` is then left as it was.
     """
 
@@ -108,10 +104,9 @@ class Handle:
         slot: Slot,
         scaler: Scaler | None = None,
         *,
-        ends_group: bool = False,
         find_unused: bool = False,
     ) -> None:
-        self.engine, self.group, self._ends_group = engine, group, ends_group
+        self.engine, self.group, self._ended = engine, group, False
         self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._names, self._scaler = names, scaler
         self._slot, self._model_group = weakref.ref(slot), slot.group
@@ -156,21 +151,9 @@ class Handle:
 
     @property
     def skipped(self) -> int:
-        """Number of steps that were given up so far because a gradient was not finite; stateless methods do not look.
-
-        Without ``whole_steps`` it counts reductions.
-        """
+        """Number of steps given up so far because a gradient was not finite; methods without state do not look."""
         self._settle()
-        return int(self._worker.skipped)
-
-    @property
-    def log(self) -> Log | None:
-        """Function that gets :attr:`last` and :attr:`decision` after each iteration, in another thread."""
-        return self._worker.log
-
-    @log.setter
-    def log(self, log: Log | None) -> None:
-        self._worker.log = log
+        return self._worker.skipped
 
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides model and optimizer, to go on: save one per rank.
@@ -198,8 +181,8 @@ class Handle:
         the average owes what it owed before (:mod:`edgc.checkpoints.saved_state`).
 
         Args:
-            changed_settings: go on with the settings given to :func:`register` where the state is of others (but of the
-                same method), instead of refusing it.
+            changed_settings: go on with the settings given to :func:`~edgc.ddp.registration.register` where the state
+                is of others (but of the same method), instead of refusing it.
 
         Raises:
             UserError: inside an iteration; for a state that is not this rank's or not this model's, whose parameters
@@ -210,9 +193,9 @@ class Handle:
         """
         self._refuse_inside_iteration()
         state = state_for(state, world=self._world, rank=self._rank)
-        need(state, ("layout", "skipped"), "state")
+        need(state, ("layout", "memory", "skipped"), "state")
         refuse_other_parameters(state, {name: matrix_shape(p) for p, name in self._names.items()})
-        saved, here = state.get("memory", self._memory), self._memory
+        saved, here = state["memory"], self._memory
         for name in saved.keys() | here.keys():
             if saved.get(name) != here.get(name):
                 orders = [f"order {order}" if order else "usual order" for order in (saved.get(name), here.get(name))]
@@ -268,8 +251,8 @@ class Handle:
         slot = self._slot()
         if slot is not None and slot.handle is self:
             slot.handle = None
-        if self._ends_group:
-            self._ends_group = False
+        if not self._ended:
+            self._ended = True
             try:
                 all_here(self._model_group, PATIENCE if self._worker.error is not None else None)
             except RuntimeError as error:

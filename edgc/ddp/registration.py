@@ -18,13 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from edgc.buckets import Log
 from edgc.checks import dotted, integer
-from edgc.compressors.base import compressible, mean_bits
+from edgc.compressors.base import compressible
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.ddp.hook import Handle, Scaler, Slot, hook, matrix_shape
 from edgc.ddp.strategy import StrategyHandle
-from edgc.engine import Engine, Observer
+from edgc.engine import Engine, Matrix
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
@@ -41,17 +40,14 @@ def register(
     *,
     iterations: int,
     scaler: Scaler | Literal[False] | None = None,
-    whole_steps: bool = True,
-    process_group: dist.ProcessGroup | None = None,
-    observer: Observer | None = None,
-    log: Log | None = None,
     strategy: StrategyConfig | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Handle | StrategyHandle:
     """Average the gradients of ``model`` as ``config`` says, from the next backward on.
 
-    To be called on every rank of the model's process group, for several models in the same order on every rank. A
-    refusal leaves nothing behind.
+    To be called on every rank of the model's process group, for several models in the same order on every rank. It
+    makes a group of the same ranks, backend and timeout for itself; with NCCL that is a communicator beside DDP's own.
+    A refusal leaves nothing behind.
 
     Args:
         model: wrapped, not yet compiled, without a communication hook but for that of a handle that was removed. On a
@@ -61,13 +57,6 @@ def register(
             rank or on none. With one scaler for several optimizers, all of them must skip the same steps. False says
             that there is none, or one that is to be ignored; without it parameters in fp16 are refused, and a
             ``GradScaler`` that makes the first step is warned of.
-        whole_steps: undo a step with a gradient that is not finite in the state of every bucket, not only of those
-            that have such a gradient; takes the memory of a second error feedback.
-        process_group: of the same ranks as the model's, for this registration alone, if it is to have a timeout or a
-            backend of your own; by default one is made. With NCCL it is a communicator beside DDP's own.
-        observer: called with the iteration and each bucket's local gradients before they are reduced, in another
-            thread.
-        log: called after each iteration, see :attr:`Handle.log`.
         strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
             What another one sends is compressed as ``config`` says.
         optimizer: the one whose steps a strategy counts.
@@ -80,7 +69,7 @@ def register(
         UserWarning: on the first rank, if these settings will compress nothing in this model, and if a ``GradScaler``
             makes the steps that was not given.
     """
-    parameters = _agreed(model, config, iterations, scaler, whole_steps)
+    parameters = _agreed(model, config, iterations, scaler)
     if strategy is not None and strategy.name != "every_step":
         if optimizer is None:
             raise UserError(f"strategy {strategy.name} needs the optimizer", fix="give optimizer=...")
@@ -90,13 +79,14 @@ def register(
             model.register_comm_hook(slot, hook)
         slot.handle = local
         return local
-    compressed = {
-        name: ((shape[0], shape[1]), 8 * parameter.element_size())
-        for name, parameter in parameters.items()
-        if compressible(shape := matrix_shape(parameter), config.min_compression_elements, 8 * parameter.element_size())
-    }
     tables = embeddings(model.module)
-    looked_up = {name for name, parameter in parameters.items() if parameter in tables}
+    matrices = [
+        Matrix(shape[0], shape[1], bits, parameter in tables)
+        for parameter in parameters.values()
+        if compressible(
+            shape := matrix_shape(parameter), config.min_compression_elements, bits := 8 * parameter.element_size()
+        )
+    ]
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     device = next(iter(parameters.values())).device
@@ -104,26 +94,20 @@ def register(
     # is the last.
     count = int(model._get_ddp_logging_data()["num_parameter_tensors"])
     with contextlib.ExitStack() as undo:
-        group = process_group
-        if group is None:
-            group = own_group(model.process_group)
-            undo.callback(dist.destroy_process_group, group)
+        group = own_group(model.process_group)
+        undo.callback(dist.destroy_process_group, group)
         engine = Engine(
             config,
             stage=0,
-            shapes=[[shape for shape, _ in compressed.values()]],
+            stages=[matrices],
             iterations=iterations,
             exchange_group=group,
-            observer=observer,
-            deferred=whole_steps,
             overlapped=True,
-            gradient_bits=mean_bits(compressed.values()),
-            embeddings=looked_up,
-            embedding_shapes=[shape for name, (shape, _) in compressed.items() if name in looked_up],
+            embeddings={name for name, parameter in parameters.items() if parameter in tables},
         )
         slot = _slot_of(model) or Slot(model.process_group)
-        options = {"ends_group": process_group is None, "find_unused": model.find_unused_parameters}
-        handle = Handle(engine, names, count, device, group, slot, scaler or None, **options)
+        find_unused = model.find_unused_parameters
+        handle = Handle(engine, names, count, device, group, slot, scaler or None, find_unused=find_unused)
         undo.pop_all()
         undo.callback(handle.remove)
         if _slot_of(model) is None:
@@ -134,7 +118,7 @@ def register(
                 what = f"DistributedDataParallel takes no hook: {error}"
                 fix = "wrap the model anew, without a hook of your own"
                 raise UserError(what, where="edgc.ddp.register", fix=fix) from None
-        slot.handle, handle.log = handle, log
+        slot.handle = handle
         handle.refuse_sparse(model.module)
         undo.pop_all()
     if scaler is None and isinstance(config, CompressingConfig):
@@ -179,9 +163,7 @@ def _scaler_steps() -> bool:
     return False
 
 
-def _agreed(
-    model: DistributedDataParallel, config: EDGCConfig, iterations: int, scaler: object, whole_steps: bool
-) -> dict[str, Tensor]:
+def _agreed(model: DistributedDataParallel, config: EDGCConfig, iterations: int, scaler: object) -> dict[str, Tensor]:
     """The parameters whose gradients DDP averages, by name, if every rank can and means the same.
 
     Raises:
@@ -197,7 +179,7 @@ def _agreed(
         _refuse_stages(config)
         _refuse_scaler(scaler, config, parameters)
         shapes = [(name, matrix_shape(parameter)) for name, parameter in parameters.items()]
-        described = repr((config, iterations, scaler in (None, False), whole_steps, shapes))
+        described = repr((config, iterations, scaler in (None, False), shapes))
     except UserError as error:
         refusal = error
     answers = gather_objects((described, str(refusal or "")), model.process_group)

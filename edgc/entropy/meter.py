@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -93,15 +93,12 @@ class EntropyMeter:
         embeddings: names of this rank's parameters that are embeddings.
 
     Attributes:
-        sampler: that of this phase of the run.
         scale: what the gradients come multiplied by, a loss scale; entropies are of the gradients without it.
     """
 
     def __init__(self, config: EDGCConfig, embeddings: Collection[str] = ()) -> None:
         self.config, self.embeddings = config, frozenset(embeddings)
-        self.sampler = self._active = self._warm_up = Sampler(config.entropy)
-        if config.entropy.warmup_rate is not None:
-            self._warm_up = Sampler(replace(config.entropy, iteration_rate=config.entropy.warmup_rate))
+        self.sampler = Sampler(config.entropy)
         self.scale = 1.0
         self._start()
 
@@ -109,10 +106,6 @@ class EntropyMeter:
         estimator = self.config.entropy.estimator
         self._sampled, self._full, self._seconds = _Entropies(estimator), _Entropies(estimator), Stopwatch()
         self._device: torch.device | None = None  # of what was sampled
-
-    def follow(self, warm_up: bool) -> None:
-        """Sample at the rate of warm-up, or of what comes after it, from this iteration on."""
-        self.sampler = self._warm_up if warm_up else self._active
 
     def add(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         """Measure ``gradients`` at ``iteration``, if and as far as the settings ask for it."""

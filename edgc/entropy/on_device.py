@@ -27,7 +27,8 @@ _EPS = 4 * torch.finfo(torch.float64).eps
 
 
 def estimate_rows(x: Tensor, estimator: str) -> Tensor:
-    """Entropies of the rows of ``x`` [B, n], real, in nats: [B] in fp64 on its device; nan as in :func:`.estimate`.
+    """Entropies of the rows of ``x`` [B, n], real, in nats: [B] in fp64 on its device; nan as in
+    :func:`edgc.entropy.estimators.estimate`.
 
     Args:
         estimator: one of :data:`ESTIMATES`.

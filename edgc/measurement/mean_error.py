@@ -178,22 +178,18 @@ class MeanError:
         return Measured(error_sq, input_sq, spectra)
 
     def state_dict(self) -> dict[str, Any]:
-        """Window so far, in plain values."""
-        matrices = {
-            name: [list(sums.shape), sums.values, sums.lost, sums.count, _listed(sums.sketch)]
-            for name, sums in self._matrices.items()
-        }
-        return {"sums": _listed(self._sums), "matrices": matrices, "world": self._world}
+        """Window so far."""
+        matrices = {name: vars(sums).copy() for name, sums in self._matrices.items()}
+        return {"sums": self._sums, "matrices": matrices, "world": self._world}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict` of the same rank; None begins a window."""
         self._start_window()
         if state is None:
             return
-        self.group, self._world = None, int(state.get("world", 1))
-        self._sums = _tensor(state["sums"])
-        for name, ((rows, columns), values, lost, count, sketch) in state["matrices"].items():
-            self._matrices[name] = _Sums((rows, columns), list(values), lost, count, _tensor(sketch))
+        self.group, self._world = None, int(state["world"])
+        self._sums = state["sums"]
+        self._matrices = {name: _Sums(**sums) for name, sums in state["matrices"].items()}
 
 
 def _result_norms(gradient: Gradient, error: Tensor, compressor: Compressor) -> Tensor:
@@ -217,16 +213,8 @@ def _square(values: Sequence[float]) -> float:
     return math.fsum(value * value for value in values)
 
 
-def _listed(tensor: Tensor | None) -> list[float] | None:
-    return None if tensor is None else tensor.tolist()
-
-
-def _tensor(values: Sequence[float] | None) -> Tensor | None:
-    return None if values is None else torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
 def _added(total: Tensor | None, addend: Tensor) -> Tensor:
-    # A total that was loaded lies on the CPU.
+    # A total that was loaded may lie on another device.
     return addend if total is None else total.to(addend.device) + addend
 
 

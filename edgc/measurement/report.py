@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from edgc.timing.benchmark import GateVerdict, seconds
 if TYPE_CHECKING:  # needs torch
     from edgc.entropy.meter import Measured
 
-_COLUMNS = 13  # of a row, before the error curve
 _KINDS = ("layers", "embeddings", "embedding_share")
 _MEANS = ("full", "loss", *_KINDS)
 
@@ -154,23 +153,26 @@ class Window:
         self.means["loss"].add(loss)
         self._told = True
 
-    def row(
-        self, stage: int, grid: Sequence[int], watches: bool, probe: float, backward: float, replicas: float
-    ) -> list[float]:
-        """Numbers of this rank for :func:`report`.
+    def row(self, grid: Sequence[int], watches: bool) -> dict[str, Any]:
+        """Measurements of this rank for :func:`report`, nan where there is none.
 
         Args:
             grid: ranks of the error curve.
             watches: whether times of reductions are asked for.
-            probe, backward: seconds of a timed reduction and of a micro-batch's backward pass; nan if there was none.
-            replicas: number of this rank's group of replicas; nan if it has no other replica.
         """
-        curve = self.curve or (math.nan,) * len(grid)
-        values = {name: item.value for name, item in self.means.items()}
-        loss = math.inf if self._told and not self.means["loss"].count else values["loss"]
-        row = [float(stage), self.entropy.value, values["full"], probe, backward, replicas, loss]
-        row += [*self.errors, self.entropy.error, *(values[name] for name in _KINDS)]
-        return [*row, *curve, *(self.times.values if watches else [])]
+        means = {name: item.value for name, item in self.means.items()}
+        return {
+            "entropy": self.entropy.value,
+            "entropy_full": means["full"],
+            "entropy_error": self.entropy.error,
+            "entropy_layers": means["layers"],
+            "entropy_embeddings": means["embeddings"],
+            "embedding_share": means["embedding_share"],
+            "loss": math.inf if self._told and not self.means["loss"].count else means["loss"],
+            "errors": self.errors,
+            "curve": self.curve or (math.nan,) * len(grid),
+            "times": self.times.values if watches else [],
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -181,11 +183,11 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        need(state, ("entropy", "means", "times"), "engine.window")
+        need(state, ("entropy", "means", "times", "told"), "engine.window")
         self.entropy = NoisyMean(**state["entropy"])
         means = (Mean(float(total), int(count)) for total, count in state["means"])
         self.means = dict(zip(_MEANS, means, strict=True))
-        self._told = bool(state.get("told", self.means["loss"].count))
+        self._told = bool(state["told"])
         self.times.values = state["times"]
 
 
@@ -203,8 +205,8 @@ class Report:
         backward_seconds: per stage, backward time of one micro-batch, nan where none was timed; None as a whole
             where nothing was.
         error_curve: at a window's end, per stage, predicted squared relative error of the mean of M at every rank of
-            :attr:`Controller.rank_grid`, of this window's samples together, mean over the stage's ranks; None for a
-            stage without spectra, and as a whole where no policy asks for them.
+            :attr:`~edgc.control.controller.Controller.rank_grid`, of this window's samples together, mean over the
+            stage's ranks; None for a stage without spectra, and as a whole where no policy asks for them.
         gate: verdicts of the cost gate on all stages.
         reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
             communicate + decompress), nan where that is not known; None where it was not asked for.
@@ -229,7 +231,7 @@ class Report:
 
 
 def report(
-    rows: Sequence[Sequence[float]],
+    rows: Sequence[Mapping[str, Any]],
     stages: int,
     grid: Sequence[int],
     *,
@@ -237,30 +239,35 @@ def report(
     probed: bool,
     gate: tuple[GateVerdict, ...],
 ) -> tuple[Report, tuple[float, ...]]:
-    """Report on all ranks' :meth:`Window.row`, in rank order; and the entropies of all entries, per stage."""
-    by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(stages)]
-    entropy, full, probe, backward, errors, inputs, noise, layers, embeddings, share = (
-        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4, *range(7, 13))
-    )
-    losses, end = [row[6] for row in rows], _COLUMNS + len(grid)
-    curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
-    times = tuple(stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage)
+    """Report on all ranks' rows, in rank order; and the entropies of all entries, per stage.
+
+    Args:
+        rows: those of :meth:`Window.row`, each with the ``stage`` of its rank, the number of its group of ``replicas``
+            (nan if it has no other replica), and ``probe_seconds`` and ``backward_seconds`` of a timed reduction and of
+            a micro-batch's backward pass.
+    """
+    by_stage = [[row for row in rows if row["stage"] == stage] for stage in range(stages)]
+
+    def means(name: str) -> tuple[float, ...]:
+        return tuple(mean(row[name] for row in stage) for stage in by_stage)
+
+    backward, losses = means("backward_seconds"), [row["loss"] for row in rows]
+    # Every shard of a stage has as many replicas, so that these are the sums over shards up to one factor.
+    squares = [[mean(row["errors"][part] for row in stage) for part in (0, 1)] for stage in by_stage]
+    curves = tuple(mean_curve(row["curve"] for row in stage) for stage in by_stage)
+    times = tuple(stage_seconds([(row["replicas"], row["times"]) for row in stage]) for stage in by_stage)
     result = Report(
-        entropy=entropy,
-        probe_seconds=probe if probed else None,
+        probe_seconds=means("probe_seconds") if probed else None,
         backward_seconds=backward if any(map(math.isfinite, backward)) else None,
         error_curve=curves if grid else None,
         gate=gate,
         reduction_seconds=times if watches else None,
         loss=math.inf if math.inf in losses and not any(map(math.isfinite, losses)) else mean(losses),
-        # Every shard of a stage has as many replicas, so that these are the sums over shards up to one factor.
-        mean_error=tuple(map(relative, errors, inputs)),
-        entropy_error=noise,
-        entropy_layers=layers,
-        entropy_embeddings=embeddings,
-        embedding_share=share,
+        mean_error=tuple(relative(*pair) for pair in squares),
+        **{name: means(name) for name in ("entropy", "entropy_error", "entropy_layers", "entropy_embeddings")},
+        embedding_share=means("embedding_share"),
     )
-    return result, full
+    return result, means("entropy_full")
 
 
 def stage_seconds(rows: Sequence[tuple[float, Sequence[float]]]) -> float:

@@ -37,18 +37,11 @@ class MatrixSpectrum:
         singular_sq: squared singular values of the approximation, one per rank; order and rounding below 0 do not
             matter.
         input_sq: squared Frobenius norm of M.
-
-    Raises:
-        ValueError: more values than the smaller side of the matrix.
     """
 
     shape: Shape
     singular_sq: Sequence[float]
     input_sq: float
-
-    def __post_init__(self) -> None:
-        if len(self.singular_sq) > min(self.shape):
-            raise ValueError(f"{len(self.singular_sq)} singular values for a matrix of shape {self.shape}")
 
     @property
     def known(self) -> bool:

@@ -10,8 +10,8 @@ of a stream is one warm-started power iteration and one message::
     G^ = P Q^T        what the receiver makes of the message [P | Q]
     E  = M - G^       goes with the stream's next matrix
 
-P, Q and G^ are what got across, so rounding of factors and of G^ to the gradient's type is in E, and the sum of what
-was received plus E is the sum of what was to be sent. E is fp32 whatever the type of G.
+G^ is what got across, so its rounding to the gradient's type is in E, and the sum of what was received plus E is the
+sum of what was to be sent. Factors and E are fp32 whatever the type of G.
 
 A matrix whose factors would not be smaller is sent as it is; both ends see that from its shape and type alone. If M is
 not finite the whole message is NaN, so that the receiver's gradients are not finite either, and E and Q stay as they
@@ -36,19 +36,15 @@ from edgc.compressors.powersgd.state import of_rank, random_factor
 from edgc.errors import UserError
 from edgc.runtime.channel import mark
 from edgc.runtime.device import host_decides
-from edgc.sections import PipelineConfig
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a matrix's message: P, rows x rank, and then Q, columns x rank, flat and of one type."""
+    """Layout of a matrix's message: P, rows x rank, and then Q, columns x rank, flat and in fp32."""
 
     rows: int
     columns: int
     rank: int
-    dtype: torch.dtype
 
     @property
     def size(self) -> int:
@@ -57,7 +53,7 @@ class Layout:
 
     def empty(self, device: torch.device) -> Tensor:
         """A message to be filled."""
-        return torch.empty(self.size, dtype=self.dtype, device=device)
+        return torch.empty(self.size, dtype=torch.float32, device=device)
 
     def split(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """P and Q as views."""
@@ -67,7 +63,7 @@ class Layout:
     @torch.no_grad()
     def reconstruct(self, message: Tensor, out: Tensor) -> None:
         """Write P Q^T into ``out``, contiguous and of any shape that holds the matrix, within the range of its type."""
-        p, q = (factor.float() for factor in self.split(message))
+        p, q = self.split(message)
         matrix = out.detach().view(self.rows, self.columns)
         if matrix.dtype == torch.float32:
             torch.mm(p, q.mT, out=matrix)
@@ -99,7 +95,7 @@ class ActivationCompressor:
     """Compressor of streams of matrices; the receiving end needs no state.
 
     Args:
-        config: without a rank nothing is compressed.
+        rank: None compresses nothing.
         seed: of the first Q; the same on both ends of tensor parallelism.
 
     Attributes:
@@ -110,9 +106,8 @@ class ActivationCompressor:
 
     always_factor = False
 
-    def __init__(self, config: PipelineConfig, seed: int = 0) -> None:
-        self.rank, self.dtype = config.rank, _DTYPES[config.factor_dtype]
-        self.error_feedback, self.seed = config.error_feedback, seed
+    def __init__(self, rank: int | None, seed: int = 0) -> None:
+        self.rank, self.seed = rank, seed
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
         self._on_cpu, self._on_gpu = RowBlocks(), Batched()
@@ -123,8 +118,8 @@ class ActivationCompressor:
         if self.rank is None:
             return None
         rows, columns = math.prod(shape[:-1]), shape[-1]
-        layout = Layout(rows, columns, min(self.rank, rows, columns), self.dtype)
-        smaller = layout.size * self.dtype.itemsize < rows * columns * dtype.itemsize
+        layout = Layout(rows, columns, min(self.rank, rows, columns))
+        smaller = 4 * layout.size < rows * columns * dtype.itemsize
         return layout if smaller or self.always_factor else None
 
     @torch.no_grad()
@@ -149,9 +144,8 @@ class ActivationCompressor:
         if self._scratch.numel() < size or self._scratch.device != g.device:  # which all streams share
             self._scratch = torch.empty(size, dtype=torch.float32, device=g.device)
         m = self._scratch[:size].view(g.shape).copy_(g)
-        gradient_sq = input_sq = square_sums([m[None]])[0][0]
-        if error is not None:
-            input_sq = square_sums([m.add_(error)[None]])[0][0]
+        gradient_sq = square_sums([m[None]])[0][0]
+        input_sq = square_sums([m.add_(error)[None]])[0][0]
         message, ok = layout.empty(g.device), input_sq.isfinite()
         p, q = layout.split(message)
         if not way.decides or ok:
@@ -159,7 +153,7 @@ class ActivationCompressor:
             basis = torch.empty_like(projected)
             way.orthonormalise([projected[None]], [basis[None]])
             p.copy_(basis)
-            right = p.float().mT @ m
+            right = p.mT @ m
             q.copy_(right.mT)
             ok = ok & message.isfinite().all()
         if way.decides and not ok:
@@ -168,8 +162,7 @@ class ActivationCompressor:
         received = torch.empty_like(g, memory_format=torch.contiguous_format)
         layout.reconstruct(message, received)
         error_sq = square_sums([m.sub_(received)[None]])[0][0]
-        if error is not None:
-            self.errors[name] = torch.where(ok, m, error, out=error)
+        self.errors[name] = torch.where(ok, m, error, out=error)
         way.keep([right[None]], [factor[None]], ok)
         self.factors[name] = factor
         norms = gradient_sq, input_sq, error_sq
@@ -185,21 +178,21 @@ class ActivationCompressor:
         layout.reconstruct(message, out)
         statistics.decompress.add(started, mark(out.device))
 
-    def _state(self, name: str, device: torch.device, layout: Layout) -> tuple[Tensor | None, Tensor]:
-        """E, if there is error feedback, and Q^T of a stream, on the gradient's device."""
+    def _state(self, name: str, device: torch.device, layout: Layout) -> tuple[Tensor, Tensor]:
+        """E and Q^T of a stream, on the gradient's device."""
         rows, columns, rank = layout.rows, layout.columns, layout.rank
-        factor, error = self.factors.get(name), self.errors.get(name) if self.error_feedback else None
+        factor, error = self.factors.get(name), self.errors.get(name)
         if factor is None or (factor.shape[1] == columns and factor.shape[0] != rank):
             # The first time; else the one of a run that goes on with another rank.
             fresh = partial(random_factor, self.seed, int(factor is not None), name, columns)
             factor = of_rank(None if factor is None else factor.mT, rank, fresh).mT.contiguous()
-        if self.error_feedback and error is None:
+        if error is None:
             error = torch.zeros(rows, columns, dtype=torch.float32, device=device)
         for kind, tensor, shape in (("error feedback", error, (rows, columns)), ("factor", factor, (rank, columns))):
-            if tensor is not None and tensor.shape != shape:
+            if tensor.shape != shape:
                 message = f"the {kind} of {name} is {tuple(tensor.shape)}, but should be {shape}"
                 raise UserError(message, fix="load the state of this very model, micro-batch size and rank")
-        return error if error is None else error.to(device), factor.to(device)
+        return error.to(device), factor.to(device)
 
     def rescale(self, factor: float) -> None:
         """Multiply error feedback by ``factor``, as gradients are from now on."""

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from edgc.checks import integer
-from edgc.compressors.base import compressible, mean_bits
+from edgc.compressors.base import compressible
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.settings import PolicyConfig
-from edgc.engine import Engine, Observer
+from edgc.engine import Engine, Matrix, Observer
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment, CompressedBucketGroup
 from edgc.megatron.embedding import fuse
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.groups import gather_objects
-
-
-class Matrix(NamedTuple):
-    """A parameter that is compressed: its local shape, the bits of an entry of its gradient, and its kind."""
-
-    shape: tuple[int, int]
-    bits: int
-    embedding: bool
 
 
 def attach(
@@ -54,8 +46,7 @@ def attach(
     the training loop has to hand it to Megatron's schedule (:mod:`edgc.megatron.pipeline_traffic`), and the first
     iteration without it is an error.
 
-    Distributed optimizer: what goes dense is reduce-scattered; of what is compressed the factors are all-reduced, and
-    each rank reconstructs the rows of its shard.
+    Distributed optimizer: what goes dense is reduce-scattered; of what is compressed the factors are all-reduced.
 
     Frozen stages: what is frozen when the model is wrapped is in no bucket, and a rank without buckets takes part in
     the decisions of all. Under method ``edgc`` the first stage is the first one that has a matrix to compress:
@@ -79,7 +70,7 @@ def attach(
     chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
     integer("iterations", iterations, 1)
     for chunk in chunks:
-        _check(chunk, config)
+        _check(chunk)
     dense = [group for chunk in chunks for group in chunk.bucket_groups]
     expert = [group for chunk in chunks for group in chunk.expert_parallel_bucket_groups]
     names = {
@@ -91,31 +82,27 @@ def attach(
     uncompressed = [] if isinstance(config, CompressingConfig) and config.compress_experts else expert
     tables = {parameter for chunk in chunks for parameter in embeddings(chunk.module)}
     matrices = [
-        Matrix(tuple(parameter.shape), 8 * parameter.main_grad.element_size(), parameter in tables)
+        Matrix(parameter.shape[0], parameter.shape[1], 8 * parameter.main_grad.element_size(), parameter in tables)
         for group in dense + expert
         for parameter in sorted(group.params, key=names.__getitem__)
         if group not in uncompressed and (fused is None or parameter is not fused.parameter)
+        if compressible(parameter.shape, config.min_compression_elements)
     ]
-    matrices = [matrix for matrix in matrices if compressible(matrix.shape, config.min_compression_elements)]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     # The same on every rank; the first rank of a stage speaks for it.
     by_stage = dict(reversed(gather_objects((stage, matrices))))
     stages = [by_stage[index] for index in sorted(by_stage)]
     leads = [index for index, each in enumerate(stages) if each or not isinstance(config, PolicyConfig)]
     first = leads[0] if leads else 0  # whose entropy and times the other stages follow
-    stages = stages[first:]
     overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
     engine = Engine(
         config,
         stage=max(stage - first, -1),  # -1: nothing that is measured here counts for any stage
-        shapes=[[matrix.shape for matrix in each] for each in stages],
+        stages=stages[first:],
         iterations=iterations,
         observer=observer,
-        deferred=True,
         overlapped=overlap,
-        gradient_bits=mean_bits((matrix.shape, matrix.bits) for matrix in stages[0]),
         embeddings={names[parameter] for parameter in tables},
-        embedding_shapes=[matrix.shape for matrix in stages[0] if matrix.embedding],
     )
     for group in dense + expert:
         group.__class__ = CompressedBucketGroup
@@ -131,7 +118,7 @@ def attach(
     return attachment
 
 
-def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
+def _check(chunk: DistributedDataParallel) -> None:
     """Refuse what cannot work, in one line."""
     settings = chunk.ddp_config
     attached = any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups)
@@ -140,9 +127,6 @@ def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
     if settings.num_distributed_optimizer_instances > 1:
         what = f"num_distributed_optimizer_instances = {settings.num_distributed_optimizer_instances} is not supported"
         raise UserError(what, where="DistributedDataParallelConfig", fix="set it to 1")
-    if settings.use_distributed_optimizer and config.entropy.source == "reduced":
-        what = "entropy.source = 'reduced' needs whole means, which no rank has with use_distributed_optimizer"
-        raise UserError(what, fix="use entropy.source: local")
     if getattr(settings, "use_megatron_fsdp", False):
         fix = "set it to False; use_distributed_optimizer is supported"
         raise UserError("use_megatron_fsdp is not supported", where="DistributedDataParallelConfig", fix=fix)

@@ -81,7 +81,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
                 bucket.grad_data *= factor
             # Error feedback is looked up by name: it does not depend on how buckets were cut.
             gradients += [
-                Gradient(self.edgc.names[p], p.main_grad, self._needed(bucket, p) if scatters else None)
+                Gradient(self.edgc.names[p], p.main_grad)
                 for p in bucket.params_list
                 if p is not self.edgc.fused_parameter
             ]
@@ -96,15 +96,6 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         if self.ddp_config.use_distributed_optimizer:  # this rank has them in its shard
             means = [mean.view(self.edgc_replicas.size(), -1)[self.edgc_replicas.rank()] for mean in means]
         self.edgc.group_finished(started, mark(device), finite(means, device))
-
-    def _needed(self, bucket: Any, parameter: Any) -> tuple[int, int]:
-        """The entries of a gradient that lie in this rank's shard of the bucket."""
-        gradient = parameter.main_grad
-        size = bucket.grad_data.numel() // self.edgc_replicas.size()
-        start = self.edgc_replicas.rank() * size
-        first = gradient.storage_offset() - bucket.grad_data.storage_offset()
-        low = min(max(start - first, 0), gradient.numel())
-        return low, min(max(start + size - first, low), gradient.numel())
 
 
 class Attachment:
@@ -328,7 +319,7 @@ class Attachment:
         """State that this rank needs, besides model and optimizer, to go on exactly: save one per rank."""
         return {
             **_replica(),
-            "place": _place(),
+            "place": place(),
             "engine": self.engine.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -349,9 +340,9 @@ class Attachment:
         """
         state = dict(state_for(state, **_replica()))
         need(state, ("place", "skipped", "skipped_in_a_row", "pipeline"), "state")
-        if dict(state["place"]) != _place():
-            here, there = (", ".join(f"{k} {v}" for k, v in p.items()) for p in (_place(), state["place"]))
-            what = f"the saved state is of {there}, but this is {here}"
+        other = [key for key, here in place().items() if key != "data" and state["place"][key] != here]
+        if other:
+            what = f"the saved state is of {other[0]} parallel rank {state['place'][other[0]]}, not {place()[other[0]]}"
             raise UserError(what, fix="save and load one state per rank")
         parameters = (parameter for group in self.groups for parameter in group.params)
         refuse_other_parameters(state, {self.names[p]: tuple(p.main_grad.shape) for p in parameters})
@@ -366,18 +357,21 @@ class Attachment:
         self._loaded = True
 
 
+def place() -> dict[str, int]:
+    """Coordinates of this rank in Megatron's layout; with context parallelism its ranks count as replicas, for their
+    gradients are averaged in the same reduction."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
+        "data": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        "expert": parallel_state.get_expert_model_parallel_rank(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
+    }
+
+
 def _replica() -> dict[str, int]:
     """Number of the replica that this rank belongs to, and of how many."""
     return {
         "world": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        "rank": parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    }
-
-
-def _place() -> dict[str, int]:
-    """Part of the model that this rank holds."""
-    return {
-        "pipeline stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "tensor-parallel rank": parallel_state.get_tensor_model_parallel_rank(),
-        "expert-parallel rank": parallel_state.get_expert_model_parallel_rank(),
+        "rank": place()["data"],
     }

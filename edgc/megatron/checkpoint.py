@@ -43,7 +43,7 @@ from edgc.checkpoints import manifest, rank_files, unpickling
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.checkpoints.saved_state import LOCAL, State, merge
 from edgc.errors import UserError
-from edgc.megatron.attachment import Attachment
+from edgc.megatron.attachment import Attachment, place
 from edgc.runtime.groups import gather_objects
 
 __all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "readable", "save"]
@@ -57,10 +57,7 @@ _HIDDEN = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 
 
 def layout() -> dict[str, int]:
-    """Sizes of this job's parallel groups; ``data`` is the number of replicas whose gradients are averaged.
-
-    With context parallelism its ranks count as replicas, for their gradients are averaged in the same reduction.
-    """
+    """Sizes of this job's parallel groups; ``data`` is the number of replicas whose gradients are averaged."""
     return {
         "world": rank_files.world()[1],
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -69,17 +66,6 @@ def layout() -> dict[str, int]:
         "data": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
-
-
-def place() -> dict[str, int]:
-    """Coordinates of this rank in :func:`layout`."""
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_rank(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
-        "data": parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        "expert": parallel_state.get_expert_model_parallel_rank(),
-        "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
     }
 
 

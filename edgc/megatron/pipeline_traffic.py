@@ -45,7 +45,7 @@ from edgc.megatron.activation import ActivationCompressor, Layout, Traffic
 from edgc.sections import PipelineConfig
 
 _GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]  # those that the schedules ask for
-_REFUSED = ("variable_seq_lengths", "use_ring_exchange_p2p", "mtp_standalone")
+_REFUSED = ("variable_seq_lengths", "use_ring_exchange_p2p", "mtp_standalone", "overlap_moe_expert_parallel_comm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,11 @@ class BackwardSchedule:
         stages: pipeline size P.
         chunks: model chunks a stage, V; None without interleaving.
         group: micro-batches that a chunk runs one after another (``microbatch_group_size_per_vp_stage``).
-        extra_warmup: warm-up steps besides the usual (1 with ``overlap_moe_expert_parallel_comm``).
     """
 
     stages: int
     chunks: int | None = None
     group: int = 1
-    extra_warmup: int = 0
 
     def steps(self, micro_batches: int) -> list[int]:
         """Model chunk of every backward step of an iteration, in order."""
@@ -83,7 +81,7 @@ class BackwardSchedule:
         later = self.stages - stage - 1
         if self.chunks is None:
             return min(later, micro_batches)
-        steps = 2 * later + (self.chunks - 1) * self.group + self.extra_warmup
+        steps = 2 * later + (self.chunks - 1) * self.group
         return min(steps, micro_batches * self.chunks)
 
     def sent(self, stage: int, micro_batches: int) -> list[int]:
@@ -116,7 +114,7 @@ class CompressedP2P(P2PCommunicator):
         traffic: of the iteration in progress, or of the last one.
 
     Raises:
-        UserError: Megatron's settings have messages whose shapes are not known beforehand.
+        UserError: Megatron's settings have messages whose shapes or order are not known beforehand.
     """
 
     def __init__(self, *, pp_group: dist.ProcessGroup, config: Any, pipeline: PipelineConfig, seed: int = 0) -> None:
@@ -132,9 +130,8 @@ class CompressedP2P(P2PCommunicator):
             stages=stages,
             chunks=config.virtual_pipeline_model_parallel_size,
             group=config.microbatch_group_size_per_vp_stage or stages,
-            extra_warmup=int(getattr(config, "overlap_moe_expert_parallel_comm", False)),
         )
-        self.compressor = ActivationCompressor(pipeline, seed)
+        self.compressor = ActivationCompressor(pipeline.rank, seed)
         self.traffic = Traffic()
         self._to_send: Iterator[tuple[int, bool]] = iter(())
         self._to_receive: Iterator[tuple[int, bool]] = iter(())

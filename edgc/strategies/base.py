@@ -29,9 +29,9 @@ from functools import cache
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from edgc.checks import Settings, one_of, unknown
-from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite, mean_bits
+from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite
 from edgc.config import EDGCConfig
-from edgc.engine import Engine
+from edgc.engine import Engine, Matrix
 from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import all_reduce_bytes
@@ -153,23 +153,19 @@ class Replica:
             embeddings: names of the parameters that are embeddings.
         """
         config = config or self.config
-        limit = config.min_compression_elements
-        shaped = {
-            name: ((shape[0], shape[1]), 8 * parameter.element_size())
-            for name, parameter in self.parameters.items()
-            if compressible(shape := as_matrix(parameter).shape, limit, 8 * parameter.element_size())
-        }
+        matrices = []
+        for name, parameter in self.parameters.items():
+            shape, bits = as_matrix(parameter).shape, 8 * parameter.element_size()
+            if compressible(shape, config.min_compression_elements, bits):
+                matrices.append(Matrix(shape[0], shape[1], bits, name in embeddings))
         engine = Engine(
             config,
             stage=0,
-            shapes=[[shape for shape, _ in shaped.values()]],
+            stages=[matrices],
             iterations=iterations,
             exchange_group=self.group,
-            deferred=True,
             open_channel=self.open_channel,
-            gradient_bits=mean_bits(shaped.values()),
             embeddings=embeddings,
-            embedding_shapes=[shape for name, (shape, _) in shaped.items() if name in embeddings],
         )
         self.engines.append(engine)
         return engine

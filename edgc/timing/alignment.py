@@ -44,14 +44,10 @@ class LinearTime:
         A falling line (noise) becomes the horizontal mean, slope 0. The fixed part may come out below 0:
         times often grow faster than the rank does, and clamping it would bias the inverse.
 
-        Raises:
-            ValueError: fewer than two different ranks, or a value that is not finite.
+        Args:
+            points: of at least two different ranks.
         """
         ranks, seconds = [float(r) for r, _ in points], [float(t) for _, t in points]
-        if len(set(ranks)) < 2:
-            raise ValueError("a fit of the time needs at least two different ranks")
-        if not all(map(math.isfinite, [*ranks, *seconds])):
-            raise ValueError("ranks and seconds must be finite")
         mean_rank, mean_time = math.fsum(ranks) / len(ranks), math.fsum(seconds) / len(ranks)
         spread = math.fsum((r - mean_rank) ** 2 for r in ranks)
         joint = math.fsum((r - mean_rank) * (t - mean_time) for r, t in zip(ranks, seconds, strict=True))
@@ -66,13 +62,7 @@ class LinearTime:
         return self.seconds_per_rank * rank + self.seconds_fixed
 
     def rank(self, seconds: float) -> float:
-        """Real rank that takes ``seconds``; negative when even rank 0 takes longer.
-
-        Raises:
-            ValueError: the slope is 0, so no time belongs to one rank.
-        """
-        if not self.seconds_per_rank > 0:
-            raise ValueError("a time that does not depend on the rank has no inverse")
+        """Real rank that takes ``seconds``, where the slope is above 0; negative when even rank 0 takes longer."""
         return (seconds - self.seconds_fixed) / self.seconds_per_rank
 
 
@@ -97,15 +87,7 @@ def align(
 
     Args:
         backward_seconds: t_b of every stage; the last one's is not used and may be anything.
-
-    Raises:
-        ValueError: sequences of another length than ``stages``, or a negative backward time that is used.
     """
-    if stages < 1 or any(len(s) != stages for s in (times, uncompressed_seconds, backward_seconds)):
-        raise ValueError(f"times of every kind need one entry for each of {stages} stages")
-    for seconds in backward_seconds[:-1]:
-        if not seconds >= 0:
-            raise ValueError(f"backward_seconds = {seconds} is not a time")
     low = multiple if r_min is None else r_min
     ranks: list[int | None] = [first_rank]
     for stage in range(1, stages):

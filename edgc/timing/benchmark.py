@@ -61,6 +61,7 @@ def timed(
         # Waited for at once: its times are those of a reduction alone.
         channel.finish()
         yield
+    compressor.settle(True)
     return statistics
 
 

@@ -1,4 +1,4 @@
-"""Times of a run's stages: searched, measured or given, watched for changes, and made into ranks."""
+"""Times of a run's stages: searched, measured, watched for changes, and made into ranks."""
 
 from __future__ import annotations
 
@@ -82,10 +82,6 @@ class RankSearch:
 
     def observe(self, seconds: Sequence[float]) -> None:
         """Add one timing of ``probe``, per stage, in seconds."""
-        if self.probe is None:
-            raise ValueError("the search is over")
-        if not all(math.isfinite(t) and t >= 0 for t in seconds):
-            raise ValueError(f"probe times must be finite and at least 0, not {tuple(seconds)}")
         if self._repeat == 0:
             self.times.append([float(t) for t in seconds])
         else:
@@ -166,7 +162,7 @@ class StageTimes:
 
     Attributes:
         search: the measurement, under way or finished; None where nothing is to be measured.
-        timing: result of the last finished measurement, per stage; empty before, and where times are given.
+        timing: result of the last finished measurement, per stage; empty before.
     """
 
     def __init__(self, config: PolicyConfig, stages: int, *, overlapped: bool = False) -> None:
@@ -256,19 +252,13 @@ class StageTimes:
         same: tuple[int | None, ...] = (first_rank,) * self.stages
         if self.config.alignment == "off" or self.stages == 1:
             return same, ""
-        if self.config.alignment == "given":
-            times = self.config.timing
-            backward = [times.backward_seconds] * self.stages
-            lines = [LinearTime(times.seconds_per_rank, times.seconds_fixed)] * self.stages
-            uncompressed = [times.seconds_uncompressed or math.inf] * self.stages
-        else:
-            lines = [timing.line for timing in self.timing if timing.line is not None]
-            if len(lines) < self.stages:
-                return same, "not aligned: fewer than two ranks were timed"
-            if any(timing.backward_seconds is None for timing in self.timing[:-1]):
-                return same, "not aligned: no backward time was reported"
-            backward = [timing.backward_seconds or 0.0 for timing in self.timing]
-            uncompressed = [timing.seconds_uncompressed for timing in self.timing]
+        lines = [timing.line for timing in self.timing if timing.line is not None]
+        if len(lines) < self.stages:
+            return same, "not aligned: fewer than two ranks were timed"
+        if any(timing.backward_seconds is None for timing in self.timing[:-1]):
+            return same, "not aligned: no backward time was reported"
+        backward = [timing.backward_seconds or 0.0 for timing in self.timing]
+        uncompressed = [timing.seconds_uncompressed for timing in self.timing]
         multiple = self.config.rank_multiple
         return align(first_rank, self.stages, backward, lines, uncompressed, r_max, multiple, r_min), ""
 
@@ -286,7 +276,7 @@ class StageTimes:
         """True if ``state`` is of a run that measures and watches as this one does."""
         same = (state["search"] is None) == (self.search is None)
         same = same and (state["detector"] is None) == (self._detector is None)
-        return same and state.get("aligned", self._aligned) == self._aligned
+        return bool(same and state["aligned"] == self._aligned)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.search is not None:

@@ -42,10 +42,9 @@ def main(
     study: Annotated[str, typer.Option(help="name of a file in experiments/studies")],
     scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
-    any_runs: Annotated[bool, typer.Option(help="take the run folders found, not the study file's runs")] = False,
 ) -> None:
     """Write the tables of one study beside its run folders."""
-    names = None if any_runs else [run.name for run in matrix.runs(study, scale)]
+    names = [run.name for run in matrix.runs(study, scale)]
     print(*analyse(study, results / scale / study, names), sep="\n")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,7 @@ def acting(run: Run) -> dict[str, Any]:
     """
     if run.policy is None or isinstance(run.edgc, GivenConfig):
         return dict.fromkeys(COLUMNS)
-    return decisions_acting(run.decisions, run.edgc.window, run.iterations)
-
-
-def decisions_acting(decisions: Iterable[Mapping[str, Any]], window: int, iterations: int) -> dict[str, Any]:
-    """The same of the decisions of a run of so many iterations, those inside a window left out."""
-    windows = window_decisions(decisions, window, before=iterations)
+    windows = window_decisions(run.decisions, run.edgc.window, before=run.iterations)
     rows = [ranks(event) for event in windows]
     used = [{rank for rank in stage if math.isfinite(rank)} for stage in zip(*rows, strict=True)]
     inside = [

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.analyse.methods import KIND, MEGABITS, work_seconds
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.tables import identity, result, uncompressed_losses
@@ -21,6 +20,7 @@ from experiments.analyse.tables import identity, result, uncompressed_losses
 RESULTS = ("table.csv", "timings.csv", "fit.csv", "limits.csv")
 DETAILS = ("curves.csv",)
 KINDS = ("compress", "communicate", "decompress")
+MEGABITS = (10.0, 100.0, 1000.0, 10000.0)
 SKIPPED_STEPS = 5  # allocation and connection set-up make the first steps slow
 LIMITS = ["stage", "kind", "megabits", "ranks", "seconds_uncompressed", "crossing", "extrapolated", "r_max", "r_min"]
 MULTIPLE = 4  # ranks are multiples of it, as the controller's
@@ -134,7 +134,7 @@ def limits(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             r_max = math.floor(crossing / MULTIPLE) * MULTIPLE if math.isfinite(crossing) else None
             yield {
                 "stage": stage,
-                "kind": "measured" if math.isnan(megabits) else KIND,
+                "kind": "measured" if math.isnan(megabits) else "modelled network",
                 "megabits": megabits,
                 "ranks": compressed["rank"].nunique(),
                 "seconds_uncompressed": uncompressed,
@@ -147,7 +147,8 @@ def limits(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 def _medians(run: Run) -> pd.DataFrame:
     """Medians over the steps of one run, per stage: seconds of compression work and of communication, bytes."""
-    stages = run.stages.assign(work=work_seconds(run.stages)).astype({"stage": int})
+    stages = run.stages.astype({"stage": int})
+    stages["work"] = stages["seconds_compress"].fillna(0) + stages["seconds_decompress"].fillna(0)
     return (
         stages.groupby("stage")[["work", "seconds_communicate", "bytes"]].median().reset_index().assign(rank=run.rank)
     )

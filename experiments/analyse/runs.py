@@ -14,14 +14,14 @@ import pandas as pd
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from experiments.common.yaml_settings import load_yaml
 from experiments.training import outputs
 
 FILES = (*outputs.NAMES, "tensors.parquet", "spectra.parquet", "sampling.parquet")  # what the analysis reads
-STEP = ("iteration", "loss", "perplexity", "lr", "grad_norm", "grad_norm_clipped", "bytes", "seconds")
+STEP = ("iteration", "loss", "grad_norm", "grad_norm_clipped", "bytes", "seconds")
 STAGE = (
     "iteration", "stage", "rank", "entropy", "entropy_full", "bytes", "worker_error", "mean_error",
-    "error_feedback_ratio", "expert_bytes", "pipeline_bytes", "pipeline_bytes_dense", "pipeline_relative_error",
-    "seconds_compress", "seconds_communicate", "seconds_decompress", "seconds_entropy",
+    "error_feedback_ratio", "seconds_compress", "seconds_communicate", "seconds_decompress", "seconds_entropy",
 )  # fmt: skip
 
 
@@ -122,8 +122,6 @@ class Run:
             for event in self.events.get("step", [])
             for stage in event.get("stages") or []
         ]
-        if any("relative_error" in row for row in rows):  # since then `worker_error`
-            raise outputs.damaged(self.path / outputs.LOG, "is of an older version")
         return _numbers(rows, STAGE)
 
     @property
@@ -159,15 +157,10 @@ class Run:
 
     def _probed(self, name: str) -> pd.DataFrame:
         path = self.path / name
-        if not path.is_file():
-            return pd.DataFrame()
         try:
-            frame = pd.read_parquet(path)
+            return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
         except (OSError, ValueError):  # of pyarrow's errors all are one of these
             raise outputs.damaged(path, "is cut short or altered") from None
-        if len(frame) and "stage" not in frame:
-            raise outputs.damaged(path, "is of an older version")
-        return frame
 
 
 def _numbers(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
@@ -184,11 +177,9 @@ def as_float(value: object) -> float:
 def load_run(path: Path) -> Run:
     """One run folder; ``UserError`` where a file of it is missing or damaged."""
     status = outputs.read_status(path)
-    recorded = status != outputs.UNFINISHED and outputs.check(path, FILES)
-    run = Run(path, status, outputs.read_settings(path), outputs.read_summary(path, status))
-    if not recorded:
-        _ = run.events  # of a folder without checksums the whole log has to be read
-    return run
+    if status != outputs.UNFINISHED:
+        outputs.check(path, FILES)
+    return Run(path, status, load_yaml(path / outputs.SETTINGS), outputs.read_summary(path, status))
 
 
 def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import make_controller
+from edgc.control.adaptive import make_controller
 from edgc.entropy.estimators import combine
 from edgc.entropy.sampler import Sampler
 from edgc.measurement.report import Report

@@ -1,4 +1,4 @@
-"""``python -m experiments.bench engine``, ``step``, ``network``, ``steps``, ``pipeline``, ``race`` and ``stages``.
+"""``python -m experiments.bench engine``, ``step``, ``network``, ``steps`` and ``race``.
 
 All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from edgc.errors import UserError
-from experiments.bench import engine, network, pipeline, race, stages, step_profile, steps, terminal
+from experiments.bench import engine, network, pipeline, race, step_profile, steps, terminal
 from experiments.common.cli import main_guard
 
 REFERENCE = Path("results/reference/bench")
@@ -22,9 +22,7 @@ BENCHMARKS = {
     "step": step_profile,
     "network": network,
     "steps": steps,
-    "pipeline": pipeline,
     "race": race,
-    "stages": stages,
 }
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -35,7 +33,7 @@ for name, benchmark in BENCHMARKS.items():
 @app.command("predict")
 @main_guard
 def predict_again(folder: Annotated[Path, typer.Argument(help="RESULTS/<machine>")]) -> None:
-    """Predict the steps that `steps` and `pipeline` have measured in FOLDER again, by the model as it is now."""
+    """Predict the measured steps in FOLDER again, also those of pipelines, by the model as it is now."""
     paths = {module: folder / f"{name}.json" for name, module in (("steps", steps), ("pipeline", pipeline))}
     paths = {module: path for module, path in paths.items() if path.is_file()}
     if not paths:

@@ -1,9 +1,4 @@
-"""Collectives told apart by their kind: what a reduction sends by which, what each takes by itself, and slower links.
-
-On an injected link whoever waits for collectives sleeps for bytes / bandwidth more, bytes counted as
-:class:`edgc.runtime.channel.Channel` counts them; nothing is emulated below. That is enough to give the stages of one
-machine links of different speeds, and costs no processor time. On a CPU only.
-"""
+"""Collectives told apart by their kind: what a reduction sends by which, and what each takes by itself, on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +18,6 @@ from edgc.runtime.channel import collective
 
 ALL_REDUCE, ALL_TO_ALL, ALL_GATHER = "all_reduce", "all_to_all", "all_gather"
 KINDS = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)  # that are timed
-SEND = "send"  # no collective: from one rank to another
 Message = tuple[str, float]  # the kind of a collective, and the bytes that a rank sends in it
 
 
@@ -34,36 +28,10 @@ def join(timeout: timedelta | None = None, backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-class Link:
-    """Opens channels that note what they send, and slows them down; to be given to an engine as ``open_channel``.
-
-    Attributes:
-        bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
-        note: called with the start and the end of every wait, delay included.
-        channels: messages of each channel since the last :meth:`take`, one entry for each kind of collective that was
-            started before a wait.
-    """
-
-    def __init__(
-        self, bandwidth: float | None = None, note: Callable[[float, float], None] = lambda start, end: None
-    ) -> None:
-        self.bandwidth, self.note = bandwidth, note
-        self.channels: list[list[Message]] = []
-
-    def take(self) -> list[list[Message]]:
-        """Return the messages of each channel since the last call."""
-        channels, self.channels = self.channels, []
-        return channels
-
-    def __call__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
-        self.channels.append([])
-        return _LinkChannel(group, shards, self, self.channels[-1])
-
-
 def _noted(kind: str, method: Callable[..., None]) -> Callable[..., None]:
     """A collective of :class:`Channel` whose bytes are noted under its kind."""
 
-    def call(channel: _LinkChannel, *tensors: Any) -> None:
+    def call(channel: NotingChannel, *tensors: Any) -> None:
         before = channel.bytes
         method(channel, *tensors)
         channel.started[kind] += channel.bytes - before
@@ -71,12 +39,12 @@ def _noted(kind: str, method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class _LinkChannel(Channel):
-    def __init__(
-        self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], link: Link, messages: list[Message]
-    ) -> None:
+class NotingChannel(Channel):
+    """A channel that notes at every wait what was sent since the one before, by the kind of the collective."""
+
+    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], messages: list[Message]) -> None:
         super().__init__(group, shards)
-        self.link, self.messages = link, messages
+        self.messages = messages
         self.started: Counter[str] = Counter()
 
     mean_ = _noted(ALL_REDUCE, Channel.mean_)
@@ -85,17 +53,19 @@ class _LinkChannel(Channel):
     all_gather = _noted(ALL_GATHER, Channel.all_gather)
 
     def finish(self) -> None:
-        began = time.perf_counter()
         super().finish()
-        started, self.started = +self.started, Counter()
-        if not started:
-            return
-        self.messages += started.items()
-        if self.link.bandwidth is not None:
-            waiting = time.perf_counter()
-            time.sleep(started.total() / self.link.bandwidth)
-            self.waited.add(waiting, time.perf_counter())
-        self.link.note(began, time.perf_counter())
+        self.messages += (+self.started).items()
+        self.started.clear()
+
+
+def noting(channels: list[list[Message]]) -> Callable[..., Channel]:
+    """Return an ``open_channel`` for an engine: the messages of every channel are a list of their own."""
+
+    def open_channel(group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
+        channels.append([])
+        return NotingChannel(group, shards, channels[-1])
+
+    return open_channel
 
 
 def total_bytes(messages: Iterable[Message]) -> float:
@@ -104,19 +74,18 @@ def total_bytes(messages: Iterable[Message]) -> float:
 
 
 def bytes_sent(kind: str, entries: int, world: int) -> float:
-    """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged, gathered
-    (:class:`edgc.runtime.channel.Channel` has the formulas) or sent."""
-    share = 1.0 if kind == SEND else (2 if kind == ALL_REDUCE else 1) * (world - 1) / world
-    return share * 4 * entries
+    """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged or gathered
+    (:class:`edgc.runtime.channel.Channel` has the formulas)."""
+    return (2 if kind == ALL_REDUCE else 1) * (world - 1) / world * 4 * entries
 
 
-def time_collective(kind: str, entries: int, group: dist.ProcessGroup | None = None) -> float:
+def time_collective(kind: str, entries: int) -> float:
     """Seconds of one collective on a buffer of so many fp32 numbers, a multiple of the group's size.
 
     Raises:
         RuntimeError: a wrong result.
     """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    world, rank = dist.get_world_size(), dist.get_rank()
     # Part j of the result of an exchange or a gathering is rank j's.
     buffer = torch.full((entries,), float(rank))
     share = entries // world
@@ -124,12 +93,12 @@ def time_collective(kind: str, entries: int, group: dist.ProcessGroup | None = N
     dist.barrier()
     started = time.perf_counter()
     if kind == ALL_REDUCE:
-        dist.all_reduce(buffer, group=group)
+        dist.all_reduce(buffer)
     elif kind == ALL_TO_ALL:
-        dist.all_to_all_single(output := torch.empty_like(buffer), buffer, group=group)
+        dist.all_to_all_single(output := torch.empty_like(buffer), buffer)
     else:
         gather = collective("all_gather_single", "all_gather_into_tensor")
-        gather(output := torch.empty_like(buffer), buffer[:share], group=group)
+        gather(output := torch.empty_like(buffer), buffer[:share])
     seconds = time.perf_counter() - started
     right = (buffer == world * (world - 1) / 2).all() if kind == ALL_REDUCE else torch.equal(output, expected)
     if not right:

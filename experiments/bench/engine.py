@@ -1,5 +1,4 @@
-"""Time one step of every engine on the same gradients: engine.csv, engine_rounds.csv, engine.json, and with kernels
-engine_kernels.csv; of a model all with -MODEL in their names.
+"""Time one step of every engine on the same gradients: engine.csv, engine.json, of a model with -MODEL in their names.
 
 Worker processes named after an allocator time engines without a network (communication takes no time); the two ranks
 of ``gloo`` time them with a real all-reduce over the loopback interface. Only one process, or one pair of ranks, works
@@ -12,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
@@ -28,16 +25,15 @@ from edgc.compressors.base import Statistics
 from edgc.compressors.quantization import Blocks
 from edgc.errors import UserError
 from edgc.runtime.channel import Stopwatch, mark
-from experiments.bench import lower_bound, machine, terminal
+from experiments.bench import machine, terminal
 from experiments.bench.collectives import join
 from experiments.bench.engines import Copy, Engine, Ours, Shape, TorchHook, entries, layer_shapes, make
-from experiments.bench.kernels import Timings, kernels, timed
-from experiments.bench.terminal import Advance, Positive, device_of, one_of, spread
+from experiments.bench.kernels import kernels, timed
+from experiments.bench.terminal import Positive, Say, device_of, one_of, spread
 from experiments.bench.workers import Group, Worker, ranks
 
-SHOWN = "network allocator threads rank engine factor_dtype"
-VALUES = "cpu_ms wall_ms kernel_ms relative_error speedup_cpu speedup_wall ratio_to_floor"
-FLOOR = ("products", "orthogonalisation")
+SHOWN = "network allocator threads rank engine factor_dtype cpu_ms wall_ms speedup_wall"
+SETTING = ["device", "gradient_dtype", "rank", "threads", "allocator", "network"]
 # THP_MEM_ALLOC_ENABLE is torch's: large blocks in huge pages. The other three tell glibc never to give memory back, so
 # that a block that is freed and allocated again causes no page fault.
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -49,7 +45,6 @@ ALLOCATORS: dict[str, dict[str, str]] = {
         "MALLOC_TOP_PAD_": str(1 << 28),
     },
 }
-ALONE, GLOO = "none", "gloo"
 # GPT-2 small with its embeddings; one of the four pipeline stages of the paper's 2.5B model that has none.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2-124m": {"layers": 12, "hidden": 768, "embeddings": (50257, 1024)},
@@ -58,11 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
 # Of all engines together, for each entry of the gradients: two sets and the buffer of them, what they are compared
 # with, error feedback and a workspace of five engines.
 BYTES_PER_ENTRY = 72
-PROFILED = 3  # steps
 GRADIENTS = 2  # sets of gradients that take turns
 SETTLE = 4  # steps of an engine before it is timed
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of gradients
 FACTORS = ("fp32", "bf16", "int8", "int4")  # whose engines are measured, a selection of what there is
+FACTS = ["relative_error", "bytes", "kernel_ms", "kernel_calls"]
 PARTS = ("cpu", "wall", "compress", "communicate", "decompress", "pack")
 
 
@@ -80,28 +74,21 @@ class Plan(terminal.Plan):
     threads: tuple[Positive, ...] = Field((1, 2), description="threads, with commas; ignored on a GPU")
     repeats: Positive = Field(7, description="rounds; medians are taken over them")
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = Field("auto", description="auto, cpu or cuda")
-    dtypes: tuple[Annotated[str, one_of(*DTYPES)], ...] = Field(
-        ("fp32",), description="of the gradients: fp32, bf16; on a GPU both"
-    )
-    # The first times all engines and the floor.
+    # The first times all engines.
     allocators: tuple[Annotated[str, one_of(*ALLOCATORS)], ...] = Field(
         tuple(ALLOCATORS), description="ignored on a GPU"
     )
-    gloo: bool = Field(True, description="also time two ranks with gloo; ignored on a GPU")
-    kernels: bool = Field(False, description="also the time of every kernel (default: on a GPU)")
-    quick: bool = Field(False, description="two ranks, fp32 gradients, three rounds: a minute on a GPU")
+    quick: bool = Field(False, description="two ranks, three rounds: a minute on a GPU")
     embeddings: tuple[int, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
     def _by_device_and_model(cls, options: dict[str, Any]) -> dict[str, Any]:
-        device = device_of(options.get("device", "auto"))
-        gpu = device == "cuda"
-        values = {"kernels": gpu, "dtypes": ("fp32", "bf16") if gpu else ("fp32",)} | options | {"device": device}
+        values = options | {"device": device_of(options.get("device", "auto"))}
         if options.get("quick"):
-            values |= {"ranks": (32, 128), "dtypes": ("fp32",), "repeats": 3}
-        if gpu:
-            values |= {"threads": (1,), "allocators": ("default",), "gloo": False}
+            values |= {"ranks": (32, 128), "repeats": 3}
+        if gpu := values["device"] == "cuda":
+            values |= {"threads": (1,), "allocators": ("default",)}
         if (model := options.get("model")) in MODELS:
             free = torch.cuda.mem_get_info()[0] if gpu else machine.free_memory()
             values |= MODELS[model] | {"layers": options.get("layers") or layers_that_fit(model, free)}
@@ -121,48 +108,9 @@ class Plan(terminal.Plan):
         return layer_shapes(self.layers, self.hidden, self.embeddings)
 
     @property
-    def turns(self) -> int:
-        """Rounds of the whole benchmark, those of gloo included."""
-        return len(self.dtypes) * len(self.ranks) * self.repeats * (len(self.threads) + self.gloo)
-
-    @property
     def suffix(self) -> str:
         """Name of the model."""
         return f"-{self.model}" if self.model else ""
-
-    def clock(self, threads: int) -> str:
-        """Time that engines are held against the floor by: waiting threads count as busy in processor time."""
-        return "cpu" if self.device == "cpu" and threads == 1 else "wall"
-
-
-class Key(NamedTuple):
-    """One engine in one setting."""
-
-    gradient_dtype: str
-    rank: int
-    threads: int
-    allocator: str
-    network: str  # none or gloo
-    variant: str  # copy, torch or the type of our factors
-
-    def columns(self) -> dict[str, Any]:
-        """Setting and engine in columns: ``int8`` is our engine with such factors."""
-        columns = self._asdict()
-        name = columns.pop("variant")
-        ours = name not in ("copy", "torch")
-        columns |= {"engine": "edgc" if ours else name, "factor_dtype": name if ours else ""}
-        return columns | {"products": "" if name == "copy" else "fp32"}
-
-
-@dataclass
-class Measurements(Timings[Key]):
-    """Answers of the workers.
-
-    Attributes:
-        floor: of a setting (a key whose variant is empty): seconds of each part, one entry a round.
-    """
-
-    floor: dict[Key, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
 
 
 def layers_that_fit(model: str, free: int) -> int:
@@ -177,59 +125,60 @@ def layers_that_fit(model: str, free: int) -> int:
     return min(fit, int(sizes["layers"]))
 
 
-def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
+def measure(plan: Plan, folder: Path, say: Say) -> pd.DataFrame:
     """Run the benchmark; nothing is written to ``folder``.
+
+    Returns:
+        A row per setting, engine (``variant``) and round: what :meth:`Engines.prepare` and :meth:`Engines.run` say, of
+        several ranks the slowest one's times. An engine that fails has one row, with its message as ``status``.
 
     Raises:
         experiments.bench.workers.WorkerError: a worker has ended or reported an error that is not one engine's.
     """
-    data = Measurements()
-    for dtype in plan.dtypes:
-        gradients: dict[str, Any] = {"shapes": plan.shapes, "dtype": dtype, "device": plan.device}
-        with contextlib.ExitStack() as stack:
-            groups = {}
-            for name in plan.allocators:
-                environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
-                groups[name] = stack.enter_context(Group([Worker(Engines, environment)]))
-                groups[name].ask("start", **gradients)
+    rows: list[dict[str, Any]] = []
+    gradients: dict[str, Any] = {"shapes": plan.shapes, "device": plan.device}
+    base = {"device": plan.device, "gradient_dtype": "fp32"}
+    with contextlib.ExitStack() as stack:
+        alone = {}
+        for name in plan.allocators:
+            environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
+            alone[name] = stack.enter_context(Group([Worker(Engines, environment)]))
+            alone[name].ask("start", **gradients)
+        for rank in plan.ranks:
+            for threads in plan.threads:
+                say(f"rank {rank}, {threads} threads")
+                rows += _section(plan, alone, base | {"rank": rank, "threads": threads}, "none")
+    if plan.device == "cpu":
+        threads = min(plan.threads)
+        with ranks(Engines, 2, threads=threads, **gradients) as group:
             for rank in plan.ranks:
-                for threads in plan.threads:
-                    _section(plan, data, groups, Key(dtype, rank, threads, "", ALONE, ""), advance)
-        if plan.gloo:
-            threads = min(plan.threads)
-            with ranks(Engines, 2, threads=threads, **gradients) as group:
-                for rank in plan.ranks:
-                    key = Key(dtype, rank, threads, "", GLOO, "")
-                    _section(plan, data, {plan.allocators[0]: group}, key, advance)
-    return data
+                say(f"rank {rank}, {threads} threads, gloo")
+                rows += _section(plan, {plan.allocators[0]: group}, base | {"rank": rank, "threads": threads}, "gloo")
+    return pd.DataFrame(rows)
 
 
-def _section(plan: Plan, data: Measurements, groups: dict[str, Group], base: Key, advance: Advance) -> None:
+def _section(plan: Plan, groups: dict[str, Group], base: dict[str, Any], network: str) -> list[dict[str, Any]]:
     """Rounds at one rank and number of threads."""
-    keys: list[tuple[Group, Key]] = []
-    alone, first = base.network == ALONE, groups[plan.allocators[0]]
+    rows: list[dict[str, Any]] = []
+    turns: list[tuple[Group, str, dict[str, Any]]] = []
     for allocator, group in groups.items():
-        variants = ["copy", "torch", *FACTORS] if group is first else ["torch", "fp32"]
-        setting = base._replace(allocator=allocator)
-        [facts, *_] = group.ask("prepare", variants=variants, rank=base.rank, threads=base.threads)
+        variants = ["copy", "torch", *FACTORS] if allocator == plan.allocators[0] else ["torch", "fp32"]
+        [facts, *_] = group.ask("prepare", variants=variants, rank=base["rank"], threads=base["threads"])
         for variant, fact in facts.items():
-            key = setting._replace(variant=variant)
-            data.facts[key] = fact
-            if not isinstance(fact, str):
-                keys.append((group, key))
-    if alone:
-        first.ask("prepare_floor", rank=base.rank)
+            about = base | {"allocator": allocator, "network": network, "variant": variant}
+            if isinstance(fact, str):
+                rows.append(about | {"status": fact, "round": 0})
+            else:
+                turns.append((group, variant, about | {"status": "ok"} | fact))
+    rounds = []
     for index in range(plan.repeats):
-        for group, key in keys if index % 2 == 0 else keys[::-1]:
-            answers = group.ask("run", name=key.variant)
-            data.rounds[key].append({name: max(answer[name] for answer in answers) for name in answers[0]})
-        if alone:
-            parts = {name: first.ask("run", name=name)[0][plan.clock(base.threads)] for name in FLOOR}
-            data.floor[base].append(parts)
-        advance(f"rank {base.rank}, {base.threads} threads" + ("" if alone else ", gloo"))
-    if plan.kernels and alone:
-        for group, key in keys:
-            [data.kernels[key]] = group.ask("kernels", name=key.variant)
+        for group, variant, about in turns if index % 2 == 0 else turns[::-1]:
+            answers = pd.DataFrame(group.ask("run", name=variant))
+            rounds.append((about, {"round": index} | answers.max().to_dict()))
+    if plan.device == "cuda":
+        for group, variant, about in turns:
+            about |= group.ask("kernels", name=variant)[0]
+    return rows + [about | times for about, times in rounds]
 
 
 def watch_packing() -> Stopwatch:
@@ -251,7 +200,7 @@ def watch_packing() -> Stopwatch:
 
 
 class Engines:
-    """The worker: gradients, engines and the floor of one rank at a time.
+    """The worker: gradients, and the engines of one rank at a time.
 
     Alone it times engines without a network, as one of two ranks with gloo.
     A variant is named ``copy``, ``torch`` or the ``factor_dtype`` of ours.
@@ -261,17 +210,16 @@ class Engines:
         self.group: dist.ProcessGroup | None = None
         self.packing = watch_packing()
         self.variants: dict[str, Engine] = {}
-        self.floors: dict[str, list[lower_bound.Call]] = {}
         self.turn = 0
 
-    def start(self, shapes: list[Shape], dtype: str, device: str) -> None:
+    def start(self, shapes: list[Shape], device: str) -> None:
         """Join the other rank, if there is one, and make the gradients."""
         if "WORLD_SIZE" in os.environ:
             join()
             self.group = dist.group.WORLD
         self.device, self.shapes = torch.device(device), shapes
         seed = 0 if self.group is None else dist.get_rank()
-        self.gradients = make(shapes, GRADIENTS, seed=seed, dtype=DTYPES[dtype], device=self.device)
+        self.gradients = make(shapes, GRADIENTS, seed=seed, dtype=torch.float32, device=self.device)
         self.buffer = torch.empty_like(self.gradients[0])
 
     def prepare(self, variants: list[str], rank: int, threads: int) -> dict[str, Any]:
@@ -280,7 +228,6 @@ class Engines:
         """
         torch.set_num_threads(threads)
         self.variants.clear()
-        self.floors.clear()
         data: dict[str, Any] = {}
         for name in variants:
             try:
@@ -293,11 +240,6 @@ class Engines:
                 data[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return data
 
-    def prepare_floor(self, rank: int) -> None:
-        """Choose the fastest way to do what the floor counts."""
-        for part in (lower_bound.products, lower_bound.orthogonalisation):
-            self.floors[part.__name__] = part(self.shapes, rank, self.device)
-
     def _build(self, name: str, rank: int) -> Engine:
         if name == "copy":
             return Copy(self.shapes, self.group, self.buffer)
@@ -307,16 +249,17 @@ class Engines:
 
     def _settle(self, name: str) -> dict[str, Any]:
         """Steps that are not timed: the warm start follows the gradients, and buffers are there."""
+        engine = self.variants[name]
         for _ in range(SETTLE - 1):
             self._load_gradient()
-            self.variants[name].step(self.buffer)
+            engine.step(self.buffer)
         self._load_gradient()
-        errors = self.variants[name].errors()
+        errors = engine.errors()
         mean = self.buffer.float() if errors is None else self.buffer.float() + errors
         if self.group is not None:
             dist.all_reduce(mean, group=self.group)
             mean /= dist.get_world_size(self.group)
-        done = self.variants[name].step(self.buffer)
+        done = engine.step(self.buffer)
         return {"relative_error": float((mean - self.buffer.float()).norm() / mean.norm()), "bytes": done.bytes}
 
     def _load_gradient(self) -> None:
@@ -324,9 +267,7 @@ class Engines:
         self.turn += 1
 
     def run(self, name: str) -> dict[str, float]:
-        """One timed step of a variant, or one round of a part of the floor."""
-        if name in self.floors:
-            return timed(lambda: [call() for call in self.floors[name]], self.device)
+        """One timed step of a variant: seconds of its :data:`PARTS`."""
         self._load_gradient()
         if self.group is not None:
             dist.barrier(group=self.group)
@@ -336,61 +277,36 @@ class Engines:
         times |= {part: getattr(steps[0], part).seconds for part in ("compress", "communicate", "decompress")}
         return times | {"pack": self.packing.seconds - packed}
 
-    def kernels(self, name: str) -> pd.DataFrame:
-        """Kernels of one step of a variant, the longest first."""
-        return kernels(
-            lambda: self.variants[name].step(self.buffer), self.device, steps=PROFILED, before=self._load_gradient
-        )
+    def kernels(self, name: str) -> dict[str, float]:
+        """Kernels of one step of a variant."""
+        return kernels(lambda: self.variants[name].step(self.buffer), self.device, before=self._load_gradient)
 
 
-def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
-    """Tables of the measurements: a row per engine and setting, per step that was timed (in milliseconds), and per
-    kernel of each engine: how often it ran in one step, and for how long in all.
+def tables(plan: Plan, rounds: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """One table, a row per engine and setting.
 
-    Times are of one step: ``cpu_ms`` processor time of all threads, the others wall time, of which ``pack_ms`` is
-    inside ``compress_ms`` and ``decompress_ms``. Columns ending in ``_q1`` and ``_q3`` are quartiles over the rounds.
-    ``speedup_*`` is the time of torch's hook over this engine's, round by round, in the same process;
-    ``speedup_over_<allocator>_*`` that of torch's hook in the process with that allocator. ``ratio_to_floor`` is of
-    processor time on one thread, of wall time on several and on a GPU (:mod:`experiments.bench.lower_bound`).
-    ``kernel_ms`` is the time of all kernels (on a CPU: operations) of one step and ``kernel_calls`` their number, where
-    they were profiled.
+    Times are of one step, in milliseconds: ``cpu_ms`` processor time of all threads, the others wall time, of which
+    ``pack_ms`` is inside ``compress_ms`` and ``decompress_ms``. Columns ending in ``_q1`` and ``_q3`` are quartiles
+    over the rounds. ``speedup_*`` is the time of torch's hook over this engine's, round by round, in the same process;
+    ``speedup_over_<allocator>_*`` that of torch's hook in the process with that allocator. ``kernel_ms`` is the time of
+    all kernels of one step on a GPU and ``kernel_calls`` their number.
     """
-    rows = [
-        {"device": plan.device, **key.columns(), **data.summary(key, PARTS, "repeats"), **_ratios(plan, data, key)}
-        for key in data.facts
-    ]
-    frames = {"engine": pd.DataFrame(rows), "engine_rounds": data.round_table(Key.columns, PARTS, "round")}
-    return frames | ({"engine_kernels": data.kernel_table(Key.columns)} if plan.kernels else {})
-
-
-def _ratios(plan: Plan, data: Measurements, key: Key) -> dict[str, float]:
-    """Torch's time over this, round by round, and this over the floor."""
-    if key not in data.rounds:
-        return {}
-    rounds, row = pd.DataFrame(data.rounds[key]), dict[str, float]()
-    for allocator in plan.allocators:
-        torch_key = key._replace(allocator=allocator, variant="torch")
-        if torch_key in data.rounds:
-            prefix = "speedup" if allocator == key.allocator else f"speedup_over_{allocator}"
+    rows = []
+    hooks = rounds[(rounds["variant"] == "torch") & (rounds["status"] == "ok")].set_index("round")
+    for (*setting, variant), part in rounds.set_index("round").groupby([*SETTING, "variant"], sort=False):
+        row = dict(zip(SETTING, setting, strict=True))
+        ours = variant not in ("copy", "torch")
+        row |= {"engine": "edgc" if ours else variant, "factor_dtype": variant if ours else ""}
+        row |= {"products": "" if variant == "copy" else "fp32", "status": part["status"].iloc[0]}
+        rows.append(row)
+        if row["status"] != "ok":
+            continue
+        row |= {"repeats": len(part), **part[part.columns.intersection(FACTS)].iloc[0]}
+        for name in PARTS:
+            row |= spread(f"{name}_ms", 1e3 * part[name])
+        beside = (hooks[["rank", "threads", "network"]] == [row["rank"], row["threads"], row["network"]]).all(axis=1)
+        for allocator, hook in hooks[beside].groupby("allocator", sort=False):
+            prefix = "speedup" if allocator == row["allocator"] else f"speedup_over_{allocator}"
             for clock in ("cpu", "wall"):
-                row |= spread(f"{prefix}_{clock}", pd.DataFrame(data.rounds[torch_key])[clock] / rounds[clock])
-    return row | (_floor(plan, data, key, rounds) if key.network == ALONE else {})
-
-
-def _floor(plan: Plan, data: Measurements, key: Key, rounds: pd.DataFrame) -> dict[str, float]:
-    """The floor of each round from the times of that round, and the engine's ratio to it."""
-    clock = plan.clock(key.threads)
-    need = lower_bound.work(plan.shapes, key.rank, DTYPES[key.gradient_dtype].itemsize)
-    copies = pd.DataFrame(data.rounds[key._replace(allocator=plan.allocators[0], variant="copy")])[clock]
-    parts = pd.DataFrame(data.floor[key._replace(allocator="", variant="")])
-    bandwidth, rate = need.copied / copies, need.operations / parts["products"]
-    least = lower_bound.seconds(need, bandwidth, rate, parts["orthogonalisation"])
-    return {
-        "floor_ms": 1e3 * float(least.median()),
-        "floor_bytes": need.bytes,
-        "floor_operations": need.operations,
-        "floor_orthogonalisation_ms": 1e3 * float(parts["orthogonalisation"].median()),
-        "bandwidth_gb_per_s": float(bandwidth.median()) / 1e9,
-        "products_gflop_per_s": float(rate.median()) / 1e9,
-        **spread("ratio_to_floor", rounds[clock] / least),
-    }
+                row |= spread(f"{prefix}_{clock}", hook[clock] / part[clock])
+    return {"engine": pd.DataFrame(rows)}

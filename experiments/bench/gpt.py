@@ -68,13 +68,13 @@ class Trainer:
     """A model with one way of averaging its gradients.
 
     Args:
-        options: ``hook`` is ``compute`` (nothing is averaged), ``dense``, ``bf16``, ``torch`` (its ``powerSGD_hook`` of
-            ``rank``), ``ready`` (sends nothing, and notes when buckets are complete) or ``edgc``, with settings of
-            :class:`EDGCConfig`; ``bucket_mb`` where buckets have not DDP's own size.
+        options: ``hook`` is ``compute`` (sends nothing, and notes when buckets are complete), ``dense``, ``bf16``,
+            ``torch`` (its ``powerSGD_hook`` of ``rank``) or ``edgc``, with settings of :class:`EDGCConfig`;
+            ``bucket_mb`` where buckets have not DDP's own size.
         autocast: whether forward runs in bf16 where a GPU has it.
 
     Attributes:
-        complete: of the last step of hook ``ready``: per bucket, the seconds since the step's start and its entries.
+        complete: of the last step of hook ``compute``: per bucket, the seconds since the step's start and its entries.
         bytes: that the last step has sent by the method's own count or the formula of the ring, if that is known.
         handle: of our hook.
     """
@@ -102,7 +102,7 @@ class Trainer:
         self.bytes: int | None = None
         self.handle: Handle | None = None
         self.state: powerSGD_hook.PowerSGDState | None = None
-        if self.hook == "ready":
+        if self.hook == "compute":
             # DDP reads a hook's annotations, and wants them as objects.
             self.model.register_comm_hook(self, lambda trainer, bucket: _ready(trainer, bucket))
         elif self.hook == "bf16":
@@ -119,17 +119,15 @@ class Trainer:
 
     def step(self, text: Tensor) -> list[Mark]:
         """One training step; marks of its start, of the ends of forward and backward, and of its end."""
-        alone = self.model.no_sync() if self.hook == "compute" else contextlib.nullcontext()
         bf16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
         compressed = self.state.total_numel_after_compression if self.state else 0
         self.complete.clear()
         self.marks = [mark(self.device)]
         self.optimizer.zero_grad()
-        with alone:
-            with bf16:
-                loss = self.model(text)
-            self.marks.append(mark(self.device))
-            loss.backward()
+        with bf16:
+            loss = self.model(text)
+        self.marks.append(mark(self.device))
+        loss.backward()
         self.marks.append(mark(self.device))
         self.optimizer.step()
         self.marks.append(mark(self.device))

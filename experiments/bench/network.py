@@ -21,16 +21,16 @@ from pydantic import Field
 
 from edgc.runtime.channel import seconds_between
 from experiments.bench import gpt, terminal
-from experiments.bench.collectives import Link, Message, join, time_collective
+from experiments.bench.collectives import Message, join, noting, time_collective
 from experiments.bench.gpt import Options, Size, Trainer
-from experiments.bench.terminal import DELAY, ROUNDS, Advance, Delay, Positive, schedule, spread
+from experiments.bench.terminal import ROUNDS, Positive, Say, schedule, spread
 from experiments.bench.testbed import Testbed, sent_bytes
 from experiments.bench.workers import Group, WorkerError, ranks
 
 ON_TESTBED = True
-SHOWN = "mbit_per_s method status"
-VALUES = "seconds speedup_over_dense speedup_over_torch bytes"
-RANKS = 2
+SHOWN = "mbit_per_s method status seconds speedup_over_dense speedup_over_torch bytes"
+WORKERS = 2
+RANKS = (4, 32, 128)  # of the approximation
 STEP_SECONDS = 60.0
 RISKY_SECONDS = 40.0
 RISKY_STEPS = 3
@@ -39,72 +39,49 @@ WARM_UP = 4  # steps: buckets are rebuilt after the first, torch's hook starts a
 TIMEOUT = timedelta(seconds=60)
 
 
+METHODS: dict[str, Options] = {
+    "compute": {"hook": "compute"},
+    "dense": {"hook": "dense"},
+    "dense, one bucket": {"hook": "dense", "bucket_mb": ONE_BUCKET_MB},
+    "bf16 hook": {"hook": "bf16"},
+    **{f"torch r{rank}, one bucket": {"hook": "torch", "rank": rank, "bucket_mb": ONE_BUCKET_MB} for rank in RANKS},
+    **{
+        f"edgc r{rank} {dtype}": {"hook": "edgc", "rank": rank, "factor_dtype": dtype}
+        for dtype, chosen in (("fp32", RANKS), ("int8", RANKS[1:]), ("int4", RANKS[1:]))
+        for rank in chosen
+    },
+}
+RISKY = "torch r32, default buckets"  # may end its processes
+RISKY_OPTIONS: Options = {"hook": "torch", "rank": 32}
+
+
 class Plan(terminal.Plan):
-    """Settings of the benchmark; see :meth:`methods` for ``ranks`` and ``quantised``."""
+    """Settings of the benchmark."""
 
     rates: tuple[Annotated[float, Field(ge=0, le=1e4)], ...] = Field(
         (100.0, 1000.0, 0.0), description="limits in Mbit/s, with commas; 0 is no limit"
     )
-    ranks: tuple[Positive, ...] = Field((4, 32, 128), description="ranks of torch's hook and ours, with commas")
-    quantised: tuple[Positive, ...] = Field((32, 128), description="ranks of ours with int8 and int4 factors")
-    delay_ms: Delay = DELAY
     rounds: Positive = ROUNDS
-    threads: Positive = Field(1, description="threads of each rank")
+    threads: int = 1  # of each rank
     size: Size = Size()
 
-    @property
-    def turns(self) -> int:
-        """Rounds at every limit, and what may end its processes."""
-        return len(self.rates) * (self.rounds + 2)
 
-    @property
-    def methods(self) -> dict[str, Options]:
-        """Name -> options, in the order of the table: torch's hook and ours with fp32 factors at ``ranks``, ours with
-        int8 and int4 factors at those that are ``quantised``."""
-        options: dict[str, Options] = {
-            "compute": {"hook": "compute"},
-            "dense": {"hook": "dense"},
-            "dense, one bucket": {"hook": "dense", "bucket_mb": ONE_BUCKET_MB},
-            "bf16 hook": {"hook": "bf16"},
-        }
-        for rank in self.ranks:
-            options[f"torch r{rank}, one bucket"] = {"hook": "torch", "rank": rank, "bucket_mb": ONE_BUCKET_MB}
-        for dtype, chosen in (("fp32", self.ranks), ("int8", self.quantised), ("int4", self.quantised)):
-            for rank in chosen:
-                options[f"edgc r{rank} {dtype}"] = {"hook": "edgc", "rank": rank, "factor_dtype": dtype}
-        return options
-
-    @property
-    def risky(self) -> dict[str, Options]:
-        """Methods that may end their processes."""
-        rank = min(self.ranks, key=lambda value: abs(value - 32))
-        return {f"torch r{rank}, default buckets": {"hook": "torch", "rank": rank}}
-
-
-def measure(plan: Plan, folder: Path, advance: Advance) -> pd.DataFrame:
+def measure(plan: Plan, folder: Path, say: Say) -> pd.DataFrame:
     """Run the benchmark in a testbed of its own; one row per method, limit and round. UserError if none can be made."""
     rows: list[dict[str, Any]] = []
-    with Testbed(RANKS) as testbed:
-        with ranks(Rank, RANKS, threads=plan.threads, testbed=testbed, size=plan.size) as group:
-            names = []
-            failed = []
-            for name, options in plan.methods.items():
-                try:
-                    group.ask("prepare", within=STEP_SECONDS, name=name, options=options)
-                    names.append(name)
-                except WorkerError as error:  # before anything was sent
-                    failed.append({"method": name, "status": str(error)})
+    with Testbed(WORKERS) as testbed:
+        with ranks(Rank, WORKERS, threads=plan.threads, testbed=testbed, size=plan.size) as group:
+            for name, options in METHODS.items():
+                group.ask("prepare", within=STEP_SECONDS, name=name, options=options)
             for rate in plan.rates:
-                testbed.limit(rate or None, plan.delay_ms)
-                rows += [{"mbit_per_s": rate, **row} for row in failed]
-                for index, order in schedule(names, plan.rounds):
+                say(limit_name(rate))
+                testbed.limit(rate or None)
+                for index, order in schedule(list(METHODS), plan.rounds):
                     steps = [one_step(group, rate, name, index, STEP_SECONDS) for name in order]
                     rows += steps if index >= 0 else []
-                    advance(limit_name(rate))
         for rate in plan.rates:
-            for name, options in plan.risky.items():
-                rows += _try(testbed, plan, rate, name, options)
-            advance(f"{limit_name(rate)}, several buckets")
+            say(f"{limit_name(rate)}, {RISKY}")
+            rows += _try(testbed, plan, rate)
     return pd.DataFrame(rows).sort_values(["mbit_per_s"], kind="stable", ignore_index=True)
 
 
@@ -115,19 +92,19 @@ def one_step(group: Group, rate: float, name: str, index: int, within: float) ->
     return row | answers[["bytes", "wire"]].astype(float).mean().to_dict()
 
 
-def _try(testbed: Testbed, plan: Plan, rate: float, name: str, options: Options) -> Iterator[dict[str, Any]]:
-    """A few steps of a method in processes of its own; its crash is its result."""
+def _try(testbed: Testbed, plan: Plan, rate: float) -> Iterator[dict[str, Any]]:
+    """A few steps of the risky method in processes of its own; its crash is its result."""
     testbed.limit(None)
     try:
-        with ranks(Rank, RANKS, threads=plan.threads, testbed=testbed, size=plan.size) as group:
-            group.ask("prepare", within=RISKY_SECONDS, name=name, options=options)
-            testbed.limit(rate or None, plan.delay_ms)
+        with ranks(Rank, WORKERS, threads=plan.threads, testbed=testbed, size=plan.size) as group:
+            group.ask("prepare", within=RISKY_SECONDS, name=RISKY, options=RISKY_OPTIONS)
+            testbed.limit(rate or None)
             for index in range(min(RISKY_STEPS, plan.rounds)):
-                yield one_step(group, rate, name, index, RISKY_SECONDS)
+                yield one_step(group, rate, RISKY, index, RISKY_SECONDS)
     except WorkerError as error:
         # Where packages lie on this machine is nobody's business.
         reason = re.sub(r"\S*/site-packages/", "", str(error))
-        yield {"mbit_per_s": rate, "method": name, "status": f"failed: {reason}"}
+        yield {"mbit_per_s": rate, "method": RISKY, "status": f"failed: {reason}"}
 
 
 def limit_name(rate: float) -> str:
@@ -143,7 +120,7 @@ def tables(plan: Plan, rounds: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """
     rows = []
     for (rate, name), part in rounds.groupby(["mbit_per_s", "method"], sort=False):
-        options = {**plan.methods, **plan.risky}[name]
+        options = METHODS.get(name, RISKY_OPTIONS)
         failures = part["status"][part["status"] != "ok"]
         good = part[part["status"] == "ok"].set_index("round")
         row: dict[str, Any] = {"mbit_per_s": rate, "method": name, "hook": options["hook"]}
@@ -192,11 +169,11 @@ class Rank:
 
     def messages(self, name: str) -> list[list[Message]]:
         """Messages of this rank in a step of one of our methods: per bucket, collective by collective."""
-        method, link = self.methods[name], Link()
+        method, channels = self.methods[name], list[list[Message]]()
         assert method.handle is not None
-        with mock.patch.object(method.handle.engine, "open_channel", link):
+        with mock.patch.object(method.handle.engine, "open_channel", noting(channels)):
             method.step(gpt.batch(self.size, self.generator))
-        return link.channels
+        return channels
 
     def collective(self, kind: str, entries: int) -> dict[str, float | int]:
         """Time one collective on a buffer of so many fp32 numbers."""

@@ -20,15 +20,14 @@ from typing import Annotated, Any
 
 import pandas as pd
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from edgc.errors import UserError
 from edgc.presets import deep_merge
 from experiments.analyse.methods import loss_at, reached
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.tables import bf16_ratio
 from experiments.bench import terminal
-from experiments.bench.terminal import Advance, Positive, Rate
+from experiments.bench.terminal import Rate, Say, one_of
 from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.bench.workers import WorkerError, last_line
 from experiments.common.files import ROOT, atomic_write
@@ -39,8 +38,7 @@ from experiments.spec.matrix import load_scale
 from experiments.spec.settings import RunConfig, lay, resolve
 
 ON_TESTBED = True
-SHOWN = "mbit_per_s place label reached"
-VALUES = "of_uncompressed seconds iterations"
+SHOWN = "mbit_per_s place label reached of_uncompressed seconds iterations"
 PATH = Path(__file__).with_suffix(".yaml")
 PORT = 29400
 RUN_SECONDS = 3600.0
@@ -56,17 +54,7 @@ class Race(Settings):
     variants: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
 
 
-def load_race() -> Race:
-    """Raises UserError naming the key in ``race.yaml``."""
-    race: Race = validate(Race, load_yaml(PATH), PATH)
-    return race
-
-
-def _variant(name: str) -> str:
-    variants = load_race().variants
-    if name not in variants:
-        raise ValueError(f"use some of {', '.join(variants)}")
-    return name
+RACE: Race = validate(Race, load_yaml(PATH), PATH)
 
 
 class Plan(terminal.Plan):
@@ -74,34 +62,23 @@ class Plan(terminal.Plan):
 
     rates: tuple[Rate, ...] = Field((50.0, 200.0, 1000.0), description="limits in Mbit/s, with commas")
     seeds: tuple[int, ...] = Field((1, 2, 3), description="seeds, with commas")
-    methods: tuple[Annotated[str, AfterValidator(_variant)], ...] = Field(
-        (), description="variants of race.yaml, with commas; default: all"
+    methods: tuple[Annotated[str, one_of(*RACE.variants)], ...] = Field(
+        tuple(RACE.variants), description="variants of race.yaml, with commas"
     )
-    iterations: Positive | None = Field(None, description="instead of race.yaml's, for a short run")
 
     def runs(self) -> list[RunConfig]:
         """The runs of one limit, seed after seed, uncompressed first."""
-        race = load_race()
-        names = {"none", *(self.methods or race.variants)}
-        chosen = [name for name in race.variants if name in names]
-        base = deep_merge(load_scale(race.scale).defaults, race.base)
-        if self.iterations is not None:
-            base = deep_merge(base, {"train": {"iterations": self.iterations}})
-        configs = []
-        for seed in self.seeds:
-            for variant in chosen:
-                values = lay(base, race.variants[variant], PATH)
-                values |= {"study": "race", "scale": race.scale, "variant": variant, "seed": seed}
-                configs.append(resolve(values, PATH))
-        return configs
-
-    @property
-    def turns(self) -> int:
-        """Number of runs."""
-        return len(self.rates) * len(self.runs())
+        chosen = [name for name in RACE.variants if name in ("none", *self.methods)]
+        base = deep_merge(load_scale(RACE.scale).defaults, RACE.base)
+        about = {"study": "race", "scale": RACE.scale}
+        return [
+            resolve(lay(base, RACE.variants[variant], PATH) | about | {"variant": variant, "seed": seed}, PATH)
+            for seed in self.seeds
+            for variant in chosen
+        ]
 
 
-def measure(plan: Plan, folder: Path, advance: Advance) -> Path:
+def measure(plan: Plan, folder: Path, say: Say) -> Path:
     """Run what is not yet there.
 
     Returns:
@@ -112,23 +89,20 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Path:
         WorkerError: a launcher failed; its last line.
     """
     runs, folder = plan.runs(), folder / "race"
-    workers = {run.parallel.world for run in runs}
-    if len(workers) != 1:
-        raise UserError("variants differ in their number of workers", where=PATH, fix="use one layout")
-    scale = load_race().scale
-    data = folder / scale / "data"
+    data = folder / RACE.scale / "data"
     prepare(runs[0].data, data / runs[0].data.path, show=False)
-    with Testbed(workers.pop()) as testbed:
+    with Testbed(runs[0].parallel.world) as testbed:
         for rate in plan.rates:
             testbed.limit(rate)
             results = folder / f"{rate:g}"
-            (results / scale).mkdir(parents=True, exist_ok=True)
-            if not (results / scale / "data").exists():
-                (results / scale / "data").symlink_to(data.resolve())
+            here = results / RACE.scale
+            here.mkdir(parents=True, exist_ok=True)
+            if not (here / "data").exists():
+                (here / "data").symlink_to(data.resolve())
             for run in runs:
-                if not (results / scale / "race" / run.name / "status").exists():
+                if not (here / "race" / run.name / "status").exists():
+                    say(f"{rate:g} Mbit/s: {run.name}")
                     train(run, results, testbed)
-                advance(f"{rate:g} Mbit/s: {run.name}")
     return folder
 
 
@@ -167,13 +141,12 @@ def tables(plan: Plan, folder: Path) -> dict[str, pd.DataFrame]:
 
     ``seconds`` is empty where the target was never reached; ``seconds_step`` is the median of all steps.
     """
-    race = load_race()
     rows = []
     for rate in plan.rates:
-        runs = {c.name: load_run(folder / f"{rate:g}" / race.scale / "race" / c.name) for c in plan.runs()}
+        runs = {c.name: load_run(folder / f"{rate:g}" / RACE.scale / "race" / c.name) for c in plan.runs()}
         for config in plan.runs():
             run, base = runs[config.name], runs[f"none-s{config.seed}"]
-            end = race.target_share * config.train.iterations
+            end = RACE.target_share * config.train.iterations
             target = loss_at(base, end) if base.ok else math.nan
             seconds, ratio = seconds_to(run, target), run.number("bytes_ratio")
             rows.append(

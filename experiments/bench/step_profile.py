@@ -1,5 +1,5 @@
-"""Profile a training step on one device, with and without a hook: step_profile.csv, step_profile_steps.csv,
-step_profile_kernels.csv, step_profile.json, and step_trace_*.json.gz for Perfetto.
+"""Profile a training step on one device, with and without a hook: step_profile.csv, step_profile.json, and
+step_trace_*.json.gz for Perfetto.
 
 A GPT trains under DDP in a world of one rank. What our hook would exchange with a second replica is answered on the
 device by :class:`experiments.bench.engines.Mirror`, as a replica with the same gradients would: all work of
@@ -16,6 +16,7 @@ import itertools
 import math
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,28 +24,25 @@ import pandas as pd
 import torch
 from pydantic import Field, model_validator
 
-from edgc.errors import UserError
 from edgc.runtime.channel import Mark, seconds_between
 from experiments.bench import terminal
 from experiments.bench.collectives import join
 from experiments.bench.engine import FACTORS
 from experiments.bench.engines import Mirror
 from experiments.bench.gpt import Options, Size, Trainer, batch
-from experiments.bench.kernels import Timings, kernels
+from experiments.bench.kernels import kernels
 from experiments.bench.machine import slug
-from experiments.bench.terminal import Advance, Positive, device_of, one_of
+from experiments.bench.terminal import Positive, Say, device_of, one_of, spread
 from experiments.bench.workers import WorkerError, ranks
 
 STRICT = True
-SHOWN = "variant status"
-VALUES = "step_ms host_ms kernel_ms compress_ms decompress_ms peak_memory_mib over_ddp_step_ms"
+SHOWN = "variant status step_ms host_ms kernel_ms peak_memory_mib over_ddp_step_ms"
 DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
 # Settings of EDGCConfig; each low-rank one is given the plan's rank.
 OURS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "bf16": {"method": "bf16"},
     **{f"powersgd {dtype}": {"method": "powersgd", "factor_dtype": dtype} for dtype in FACTORS},
-    "powersgd int8 one-sided": {"method": "powersgd", "factor_dtype": "int8", "one_sided": True},
     # What the mean lacks is measured at one step of ten, as entropy is (edgc.measurement.mean_error); here at each.
     "powersgd fp32 measured": {"method": "powersgd", "entropy": {"iteration_rate": 1.0}},
     "powersgd errors in bf16": {"method": "powersgd", "error_dtype": "bf16"},
@@ -61,9 +59,6 @@ LARGER = (TORCH, "entropy of 25 %", "powersgd fp32", "powersgd fp32 measured", "
 LARGE = {f"{name} 100 MB": (name, 100) for name in LARGER}
 VARIANTS = (DDP, TORCH, *OURS, *LARGE, AGAIN)
 QUICK = (DDP, TORCH, "none", *ENTROPY, "powersgd fp32", "powersgd int8", "powersgd int4", *LARGE, AGAIN)
-PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
-PROFILED = 2
-TOP = 40  # kernels of a variant that are kept
 SECONDS = 300.0  # for an answer
 BATCHES = 4
 SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
@@ -96,17 +91,6 @@ class Plan(terminal.Plan, Size):
         values = {"variants": QUICK} | options | {"steps": 10} if options.get("quick") else options
         return values | {"device": device_of(options.get("device", "auto"))}
 
-    @model_validator(mode="after")
-    def _fits(self) -> Plan:
-        if self.hidden % self.heads:
-            raise UserError(f"--hidden {self.hidden} is not valid", fix=f"use a multiple of --heads {self.heads}")
-        return self
-
-    @property
-    def turns(self) -> int:
-        """Number of variants."""
-        return len(self.variants)
-
 
 def bucketed(variant: str) -> tuple[str, int]:
     """Name of a variant with DDP's own buckets, and the MB that its buckets hold."""
@@ -122,32 +106,31 @@ def options(variant: str, rank: int) -> Options:
     return found | ({"bucket_mb": bucket_mb} if bucket_mb != BUCKET_MB else {})
 
 
-def measure(plan: Plan, folder: Path, advance: Advance) -> Timings[str]:
-    """Run every variant; ``advance`` is told of each, with all that was measured so far: who ends it early keeps that.
-    One that fails is noted, and the others go on.
+def measure(plan: Plan, folder: Path, say: Say) -> Iterator[list[dict[str, Any]]]:
+    """Run every variant; yields after each what is known of all so far: :meth:`Training.facts`, kernels, and in
+    ``times`` a row of seconds for each step that was timed. Of one that fails there is its ``status`` alone.
 
     Args:
         folder: where traces are written, ``step_trace_<variant>.json.gz``.
     """
-    data = Timings[str]()
+    found: list[dict[str, Any]] = []
     for variant in plan.variants:
+        say(variant)
         start: dict[str, Any] = {"size": plan, "device": plan.device, "autocast": plan.autocast}
         trace = (folder / f"step_trace_{slug(variant)}.json.gz").resolve() if plan.traces else None
         try:
             with ranks(Training, 1, threads=None, **start, variant=variant, rank=plan.rank) as group:
                 [steps] = group.ask("steps", within=SECONDS, count=plan.steps)
                 [facts] = group.ask("facts", within=SECONDS)
-                [data.kernels[variant]] = group.ask("kernels", within=SECONDS, trace=trace)
-            data.rounds[variant], data.facts[variant] = steps, facts
+                [kernels] = group.ask("kernels", within=SECONDS, trace=trace)
+            found.append({"variant": variant, "status": "ok", "steps": len(steps), **facts, **kernels, "times": steps})
         except WorkerError as error:
-            data.facts[variant] = str(error)
-        advance(variant, data)
-    return data
+            found.append({"variant": variant, "status": str(error)})
+        yield found
 
 
-def tables(plan: Plan, data: Timings[str]) -> dict[str, pd.DataFrame]:
-    """A row per variant that was run; a row per step that was timed; the longest kernels of one step of each variant,
-    and the rest in a row of its own.
+def tables(plan: Plan, found: list[dict[str, Any]]) -> dict[str, pd.DataFrame]:
+    """One table, a row per variant that was run.
 
     Times in ms, medians over the steps with quartiles in ``_q1`` and ``_q3``: ``step_ms`` from one step's start to its
     end on the device, ``host_ms`` until the host was through with it and could have gone on, the three parts of a step
@@ -155,23 +138,20 @@ def tables(plan: Plan, data: Timings[str]) -> dict[str, pd.DataFrame]:
     all kernels of a step, also of those that ran at once. ``over_ddp_*`` is the difference to plain DDP; its own second
     run shows what of that is drift. ``bytes`` are those that a replica of two would send.
     """
-    rows = [
-        {"device": plan.device, "variant": variant, "bucket_mb": bucketed(variant)[1]}
-        | {"rank": options(variant, plan.rank).get("rank")}
-        | data.summary(variant, PARTS, "steps")
-        for variant in data.facts
-    ]
+    rows = []
+    for facts in found:
+        variant = facts["variant"]
+        row = {"device": plan.device, "variant": variant, "bucket_mb": bucketed(variant)[1]}
+        row |= {"rank": options(variant, plan.rank).get("rank")} | facts
+        for name, seconds in pd.DataFrame(row.pop("times", [])).items():
+            row |= spread(f"{name}_ms", 1e3 * seconds)
+        rows.append(row)
     table = pd.DataFrame(rows)
     plain = table[(table["variant"] == DDP) & (table["status"] == "ok")]
     for column in ("step_ms", "host_ms", "kernel_ms", "peak_memory_mib"):
         if len(plain) and column in table:
             table[f"over_ddp_{column}"] = table[column] - plain[column].iloc[0]
-    frames = {"step_profile": table, "step_profile_steps": data.round_table(_column, PARTS, "step")}
-    return frames | {"step_profile_kernels": data.kernel_table(_column, TOP)}
-
-
-def _column(variant: str) -> dict[str, Any]:
-    return {"variant": variant}
+    return {"step_profile": table}
 
 
 class Training:
@@ -237,6 +217,6 @@ class Training:
             "loss": float(self.trainer.loss),
         }
 
-    def kernels(self, trace: Path | None) -> pd.DataFrame:
-        """Kernels of one step, the longest first."""
-        return kernels(self._step, self.device, steps=PROFILED, trace=trace)
+    def kernels(self, trace: Path | None) -> dict[str, float]:
+        """Kernels of one step."""
+        return kernels(self._step, self.device, trace=trace)

@@ -9,6 +9,7 @@ timed in every round. The model is :mod:`experiments.simulation.iteration_model`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +23,16 @@ from scipy.optimize import brentq
 from experiments.bench import collectives, network, terminal
 from experiments.bench.collectives import ALL_REDUCE, KINDS, bytes_sent, total_bytes
 from experiments.bench.gpt import Options, Size
-from experiments.bench.terminal import DELAY, ROUNDS, Advance, Delay, Positive, Rate, schedule, spread
+from experiments.bench.terminal import ROUNDS, Positive, Rate, Say, schedule, spread
 from experiments.bench.testbed import Testbed
 from experiments.bench.workers import Group, ranks
 from experiments.simulation.iteration_model import Bucket, Stage, iterate
 
 ON_TESTBED = True
-SHOWN = "workers mbit_per_s method used"
-VALUES = "seconds seconds_predicted error"
+SHOWN = "workers mbit_per_s method used seconds seconds_predicted error"
 COMPUTE = "compute"
 METHODS: dict[str, Options] = {
-    COMPUTE: {"hook": "ready"},
+    COMPUTE: {"hook": "compute"},
     "none": {"hook": "dense"},
     "bf16": {"hook": "bf16"},
     **{f"powersgd_r{rank}": {"hook": "edgc", "rank": rank, "factor_dtype": "fp32"} for rank in (4, 32, 128)},
@@ -43,7 +43,7 @@ METHODS: dict[str, Options] = {
     "topk": {"hook": "edgc", "method": "topk", "density": 0.01},
 }
 # fp32 entries of the collectives that tell what a link does.
-PROBES = dict.fromkeys(KINDS, (1 << 16, 1 << 18, 1 << 20, 3 << 20))
+PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)
 PROBE_ROUNDS = 5  # gloo's exchanges take one of two times, so some are needed for the median
 FREE = 0.0  # no limit, in the tables
 
@@ -55,15 +55,9 @@ class Plan(terminal.Plan):
         (2, 4), description="numbers of data-parallel workers, with commas"
     )
     rates: tuple[Rate, ...] = Field((100.0, 300.0, 1000.0), description="limits in Mbit/s, with commas")
-    delay_ms: Delay = DELAY
     rounds: Positive = ROUNDS
     threads: int = 1  # of each worker
     size: Size = Size(sequence=128, batch=2)
-
-    @property
-    def turns(self) -> int:
-        """Rounds at every limit and without one, the first of which does not count."""
-        return len(self.workers) * (len(self.rates) + 1) * (self.rounds + 1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ def read(path: Path, record: Mapping[str, Any]) -> Measurements:
     return Measurements(rounds.fillna({"complete": ""}), probes, record["sent"])
 
 
-def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
+def measure(plan: Plan, folder: Path, say: Say) -> Measurements:
     """Run everything in testbeds of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
@@ -99,13 +93,13 @@ def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
                 group.ask("prepare", within=network.STEP_SECONDS, name=name, options=options)
             sent[str(workers)] = messages(group, workers)
             for rate in (FREE, *plan.rates):
-                testbed.limit(rate or None, plan.delay_ms if rate else 0.0)
+                say(f"{workers} workers, {network.limit_name(rate)}")
+                testbed.limit(rate or None)
                 place = {"workers": workers, "mbit_per_s": rate}
-                probes += [place | row for row in probe(group, PROBES, workers)]
+                probes += [place | row for row in probe(group, workers)]
                 for index, order in schedule(list(METHODS), plan.rounds):
                     steps = [place | one_step(group, index, name) for name in order]
                     rounds += steps if index >= 0 else []
-                    advance(f"{workers} workers, {network.limit_name(rate)}")
     return Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
@@ -122,20 +116,14 @@ def messages(group: Group, workers: int) -> dict[str, list[list[collectives.Mess
     return sent
 
 
-def probe(group: Group, sizes: Mapping[str, Sequence[int]], members: int, **options: int) -> Iterable[dict[str, Any]]:
-    """Messages by themselves: bytes that a rank sends and seconds of the slowest.
-
-    Args:
-        sizes: in fp32 entries, by kind.
-        members: ranks that take part in a collective.
-        options: of the request to the workers.
-    """
-    for kind, entries in [(kind, entries) for kind, counts in sizes.items() for entries in counts]:
+def probe(group: Group, workers: int) -> Iterable[dict[str, Any]]:
+    """Collectives by themselves: bytes that a rank sends and seconds of the slowest."""
+    for kind, entries in itertools.product(KINDS, PROBES):
         for index in range(-1, PROBE_ROUNDS):
-            answers = group.ask("collective", kind=kind, entries=entries, **options)
+            answers = group.ask("collective", kind=kind, entries=entries)
             if index >= 0:
                 seconds = max(answer["seconds"] for answer in answers)
-                yield {"kind": kind, "bytes": bytes_sent(kind, entries, members), "seconds": seconds}
+                yield {"kind": kind, "bytes": bytes_sent(kind, entries, workers), "seconds": seconds}
 
 
 def one_step(group: Group, index: int, name: str) -> dict[str, Any]:
@@ -183,6 +171,10 @@ class Link:
         """Seconds of a message of so many bytes."""
         return self.latency + sent / self.bandwidth
 
+    def columns(self) -> dict[str, float]:
+        """Its columns in a table of predictions."""
+        return {"link_latency": self.latency, "link_bandwidth": self.bandwidth}
+
 
 Links = Mapping[str, Link]  # by kind of message
 Messages = Sequence[Sequence[collectives.Message]]  # per bucket or stage, what a rank sends, collective by collective
@@ -209,12 +201,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         overhead: seconds of the processor in a step, beside the compute. They are spread over the buckets as these
             were cut, and within a bucket evenly: before its messages, between them (a second factor is computed from
             the mean of the first) and after them. What comes before and between delays backward.
-
-    Raises:
-        ValueError: the buckets that are sent are not the compute's.
     """
-    if len(sent) != len(compute.complete):
-        raise ValueError(f"{len(sent)} buckets are sent, but {len(compute.complete)} become complete")
     shares = np.diff([0.0, *compute.complete])
     buckets = []
     for complete, share, bucket in zip(compute.complete, shares, sent, strict=True):
@@ -274,8 +261,8 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
                     {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
                     | {"method": name, "used": used, "bytes": sum(map(total_bytes, sent))}
                     | compared(seconds, predict(compute, sent, links, extra))
-                    | {"seconds_compute": compute.forward + compute.backward + compute.rest}
-                    | based_on(extra, links[ALL_REDUCE])
+                    | {"seconds_compute": compute.forward + compute.backward + compute.rest, "seconds_overhead": extra}
+                    | links[ALL_REDUCE].columns()
                 )
     return {"steps": pd.DataFrame(rows), "steps_rounds": data.rounds, "steps_probes": data.probes}
 
@@ -284,11 +271,6 @@ def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
     """Columns of measured and predicted times."""
     error = predicted / float(seconds.median()) - 1
     return {"rounds": len(seconds)} | spread("seconds", seconds) | {"seconds_predicted": predicted, "error": error}
-
-
-def based_on(overhead: float, link: Link) -> dict[str, float]:
-    """Columns of what a prediction was made from, beside the compute."""
-    return {"seconds_overhead": overhead, "link_latency": link.latency, "link_bandwidth": link.bandwidth}
 
 
 def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:

@@ -1,23 +1,20 @@
-"""Command lines of the benchmarks: options, progress, and the tables that are written, shown and kept."""
+"""Command lines of the benchmarks: options, and the tables that are written, shown and kept."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_origin
 
 import numpy as np
 import pandas as pd
 import torch
 import typer
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from edgc.errors import UserError
 from experiments.bench import machine, testbed
@@ -28,25 +25,16 @@ from experiments.common.yaml_settings import Settings
 
 RESULTS = Path("results/bench")
 Rate = Annotated[float, Field(ge=1, le=1e4)]  # a limit in Mbit/s that a testbed can make
-Delay = Annotated[float, Field(ge=0, le=1000)]
-DELAY: Any = Field(0.0, alias="delay", description="milliseconds later that a packet arrives, where the kernel can")
 ROUNDS: Any = Field(5, alias="repeats", description="rounds for each limit, after one that is not counted")
 Positive = Annotated[int, Field(ge=1)]
 Results = Annotated[Path, typer.Option(help="a folder named after the machine is made in it")]
-Advance = Callable[..., None]  # moves the bar on: its text, and where tables are to be written now, what they are of
-WIDEST = 40  # characters of a cell on the screen
-screen = Console(stderr=True)
+Say = Callable[[str], None]  # tells what is measured now
 
 
 class Plan(Settings):
     """Base of a benchmark's settings; fields with a description are options of its command, named by their aliases."""
 
     model_config = ConfigDict(populate_by_name=True)
-
-    @property
-    def turns(self) -> int:
-        """Number of times that progress is reported."""
-        return 1
 
     @property
     def suffix(self) -> str:
@@ -89,22 +77,20 @@ def register(app: typer.Typer, name: str, benchmark: ModuleType) -> None:
     2.
 
     Args:
-        benchmark: a module with ``Plan``; ``measure(plan, folder, advance)``; ``tables(plan, data)`` of its result, by
-            the names of their files; ``SHOWN`` and ``VALUES``, columns of the first to be shown. Optional are
-            ``record(data, table)``, written beside the settings; ``ON_TESTBED``; ``STRICT``: exit code 1 where a row is
-            not ok.
+        benchmark: a module with ``Plan``; ``measure(plan, folder, say)``; ``tables(plan, data)`` of its result, by the
+            names of their files; ``SHOWN``, columns of the first to be shown. Optional are ``record(data, table)``,
+            written beside the settings; ``ON_TESTBED``; ``STRICT``: exit code 1 where a row is not ok.
     """
     fields = {key: field for key, field in benchmark.Plan.model_fields.items() if field.description}
-    flags = {key: (field.alias or key).replace("_", "-") for key, field in fields.items()}
+    flags = {key: "--" + (field.alias or key).replace("_", "-") for key, field in fields.items()}
 
     def option(key: str) -> inspect.Parameter:
-        field, flag = fields[key], f"--{flags[key]}"
-        switch = bool in (field.annotation, *get_args(field.annotation))
-        default = field.default if isinstance(field.default, tuple) else (field.default,)
-        shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in default)
-        text = f"{field.description} (default: {shown})" if shown and not switch else field.description
-        info = typer.Option(f"{flag}/--no-{flags[key]}" if switch else flag, help=text)
-        annotation: Any = Annotated[bool | None if switch else str | None, info]
+        field, switch = fields[key], fields[key].annotation is bool
+        values = field.default if isinstance(field.default, tuple) else (field.default,)
+        default = ",".join(f"{value:g}" if isinstance(value, float) else str(value or "") for value in values)
+        text = f"{field.description} (default: {default})" if default and not switch else field.description
+        flag = f"{flags[key]}/--no-{flags[key][2:]}" if switch else flags[key]
+        annotation: Any = Annotated[bool | None if switch else str | None, typer.Option(flag, help=text)]
         return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     @main_guard
@@ -118,7 +104,7 @@ def register(app: typer.Typer, name: str, benchmark: ModuleType) -> None:
             problem = error.errors()[0]
             key = next(key for key in fields if problem["loc"][0] in (key, fields[key].alias))
             fix = problem["msg"].removeprefix("Value error, ").lower()
-            raise UserError(f"--{flags[key]} {words[key]} is not valid", fix=fix) from None
+            raise UserError(f"{flags[key]} {words[key]} is not valid", fix=fix) from None
         run(benchmark, plan, results)
 
     folder = inspect.Parameter("results", inspect.Parameter.KEYWORD_ONLY, default=RESULTS, annotation=Results)
@@ -129,42 +115,35 @@ def register(app: typer.Typer, name: str, benchmark: ModuleType) -> None:
 def run(benchmark: ModuleType, plan: Plan, results: Path) -> None:
     """Measure, write ``results/<machine>``, print that folder on stdout, and the most important columns for the eye.
 
-    Where no testbed (that delays packets, if they are to be) can be made, say why and end with exit code 0.
+    Where no testbed can be made, say why and end with exit code 0; a failed worker is one line and exit code 1. What is
+    measured bit by bit is written bit by bit: who ends it early keeps that.
     """
-    delay = getattr(plan, "delay_ms", 0.0) > 0
-    if getattr(benchmark, "ON_TESTBED", False) and (reason := testbed.missing(delay=delay)) is not None:
-        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+    if getattr(benchmark, "ON_TESTBED", False) and (reason := testbed.missing()) is not None:
+        say(f"skipped: {reason}")
         raise SystemExit(0)
     host = machine.describe(getattr(plan, "device", "cpu"))
     folder = results / host["slug"]
     check_writable(folder)
     record = {"machine": host, "settings": plan.model_dump(mode="json")}
-    with progress(plan.turns) as move:
-
-        def advance(text: str, data: Any = None) -> None:
-            if data is not None:
-                write(benchmark, plan, data, folder, record)
-            move(text)
-
-        data = benchmark.measure(plan, folder, advance)
-    table = write(benchmark, plan, data, folder, record)
+    try:
+        data = benchmark.measure(plan, folder, say)
+        for part in data if inspect.isgenerator(data) else [data]:
+            table = write(benchmark, plan, part, folder, record)
+    except WorkerError as error:
+        say(f"error: a worker process failed: {error}")
+        raise SystemExit(1) from None
     print(folder)
-    show(table, benchmark.SHOWN.split(), benchmark.VALUES.split())
-    if getattr(benchmark, "STRICT", False) and (table["status"] != "ok").any():
+    ok = table["status"] == "ok" if "status" in table else np.full(len(table), True)
+    columns = benchmark.SHOWN.split()
+    shown = table if "status" in columns else table[ok]
+    say(shown.reindex(columns=columns).to_string(index=False, na_rep="", float_format="{:.3g}".format))
+    if getattr(benchmark, "STRICT", False) and not ok.all():
         raise SystemExit(1)
 
 
-@contextmanager
-def progress(turns: int) -> Iterator[Callable[[str], None]]:
-    """Yield what moves a bar on stderr by one of ``turns``; a failed worker is one line and exit code 1."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=screen, transient=True) as bar:
-            task = bar.add_task("starting", total=turns)
-            yield lambda text: bar.update(task, advance=1, description=text)
-    except WorkerError as error:
-        screen.print(f"error: a worker process failed: {error}", markup=False, soft_wrap=True)
-        raise SystemExit(1) from None
+def say(text: str) -> None:
+    """Print a line on stderr at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def write(benchmark: ModuleType, plan: Plan, data: Any, folder: Path, record: Mapping[str, Any]) -> pd.DataFrame:
@@ -182,18 +161,6 @@ def write(benchmark: ModuleType, plan: Plan, data: Any, folder: Path, record: Ma
     name = benchmark.__name__.rpartition(".")[2] + plan.suffix
     atomic_write(folder / f"{name}.json", json.dumps({**record, **more}, indent=1) + "\n")
     return first
-
-
-def show(table: pd.DataFrame, columns: list[str], values: list[str]) -> None:
-    """Print columns of a table on stderr; without the status only rows that are ok."""
-    if "status" in table and "status" not in columns:
-        table = table[table["status"] == "ok"]
-    printed = Table(*columns, *values)
-    for _, row in table.iterrows():
-        cells = ["" if pd.isna(row[name]) else str(row[name])[:WIDEST] for name in columns]
-        cells += [f"{row[name]:.3g}" if pd.notna(row.get(name)) else "" for name in values]
-        printed.add_row(*cells)
-    Console(stderr=True, markup=False, width=None if screen.is_terminal else 140).print(printed)
 
 
 def keep(results: Path, reference: Path) -> Iterator[Path]:

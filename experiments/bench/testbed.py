@@ -1,9 +1,8 @@
 """A network of chosen bandwidth on one machine: a network namespace per host, joined by a bridge.
 
 Every host has one interface, ``eth0``, with an address of 10.77.0.0/24, whose cable ends in a bridge that lies in a
-namespace of its own; a token bucket at both ends of each cable limits both directions, and where the kernel has netem a
-packet can be delayed. Nothing outside these namespaces is changed, and they are gone when the ``with`` block is left.
-Needs root.
+namespace of its own; a token bucket at both ends of each cable limits both directions. Nothing outside these namespaces
+is changed, and they are gone when the ``with`` block is left. Needs root.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from edgc.errors import UserError
 
 INTERFACE = "eth0"
 COMMAND_SECONDS = 20
-DELAYED_PACKETS = 100000  # on their way at once
 CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _COUNT = itertools.count()
 _NAME = re.compile(r"edgc-(\d+)-")
 
 
-def missing(*, delay: bool = False) -> str | None:
-    """Why no testbed (with ``delay``: none that delays packets) can be made here, in a few words; None if one can."""
+def missing() -> str | None:
+    """Reason why no testbed can be made here, in a few words; None if one can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     for program in ("ip", "tc"):
@@ -40,11 +38,6 @@ def missing(*, delay: bool = False) -> str | None:
     try:
         with Testbed(1) as testbed:
             testbed.limit(100)
-            if delay:
-                try:
-                    testbed.limit(100, delay_ms=1)
-                except UserError:
-                    return "this kernel has no netem, so it cannot delay packets"
     except UserError as error:
         return error.message
     return None
@@ -109,33 +102,21 @@ class Testbed:
             _run("ip", "netns", "del", name, check=False)
         signal.signal(signal.SIGTERM, self._handler or signal.SIG_DFL)
 
-    def limit(self, megabits: float | None, delay_ms: float = 0.0) -> None:
+    def limit(self, megabits: float | None) -> None:
         """Limit every cable, both directions, to so many Mbit/s; None takes the limit away.
 
-        Args:
-            delay_ms: milliseconds later that a packet reaches another host.
-
         Raises:
-            UserError: if the kernel has no token bucket filter, or is to delay and has no netem.
+            UserError: if the kernel has no token bucket filter.
         """
-        for index in range(self.hosts):
-            self._shape(self.host(index), INTERFACE, megabits, delay_ms)
-            self._shape(self._switch, f"p{index}", megabits)
-        self._limited = megabits is not None or delay_ms > 0
-
-    def _shape(self, namespace: str, device: str, megabits: float | None, delay_ms: float = 0.0) -> None:
-        """Shape what leaves a device: delayed first, then limited."""
-        inside = ["tc", "-n", namespace, "qdisc"]
-        if self._limited:
-            _run(*inside, "del", "dev", device, "root", check=False)
-        place = "root"
-        if delay_ms:
-            netem = f"handle 1: netem delay {delay_ms:g}ms limit {DELAYED_PACKETS}".split()
-            _run(*inside, "add", "dev", device, "root", *netem)
-            place = "parent 1:1 handle 10:"
-        if megabits is not None:
-            rate = f"tbf rate {megabits * 1e6:.0f}bit burst {burst(megabits)} latency 50ms".split()
-            _run(*inside, "add", "dev", device, *place.split(), *rate)
+        ends = [(self.host(index), INTERFACE) for index in range(self.hosts)]
+        for namespace, device in [*ends, *((self._switch, f"p{index}") for index in range(self.hosts))]:
+            inside = ["tc", "-n", namespace, "qdisc"]
+            if self._limited:
+                _run(*inside, "del", "dev", device, "root", check=False)
+            if megabits is not None:
+                rate = f"tbf rate {megabits * 1e6:.0f}bit burst {burst(megabits)} latency 50ms".split()
+                _run(*inside, "add", "dev", device, "root", *rate)
+        self._limited = megabits is not None
 
 
 def burst(megabits: float) -> int:

@@ -33,7 +33,7 @@ for _path in sorted(FOLDER.glob("*.py")):
 
 
 def caption(figure: str) -> str:
-    """Text under a figure in the report, in reStructuredText."""
+    """Text under a figure in the report, in Markdown."""
     path = FOLDER / f"{MODULES[figure].partition('.')[2]}.py"
     text, words = constant(path, "CAPTION") or "", constant(path, "WORDS")
     text = str(text[figure] if isinstance(text, dict) else text)

@@ -65,11 +65,3 @@ def check_writable(folder: Path) -> None:
 def no_space(error: str, folder: Path) -> bool:
     """True for an error that comes from a full disk, by its words or because the disk of ``folder`` is full."""
     return bool(FULL.search(error)) or shutil.disk_usage(folder).free < FULL_BYTES
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise ``UserError`` where less than ``needed`` bytes are free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        fix = "free space, choose another --out on a larger disk, or set data.max_documents"
-        raise UserError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free", where=folder, fix=fix)

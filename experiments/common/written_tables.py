@@ -1,20 +1,13 @@
-"""Tables that follow from other tables: each is read only if it is as it was written.
-
-A table has its size and checksum beside it in a hidden file, ``.<name>.sum``, which is written after it. A table
-without one, such as those that are committed, has to end with its last line's end and to parse.
-"""
+"""Tables: written whole or not at all, and read only if they end with their last line's end and parse."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.files import atomic_write
 
@@ -22,17 +15,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def record_of(path: Path) -> Path:
-    """The file that holds a table's size and checksum."""
-    return path.with_name(f".{path.name}.sum")
-
-
 def write_text(path: Path, content: str) -> None:
-    """Write a table whole or not at all, and what it is checked by."""
-    record = record_of(path)
-    record.unlink(missing_ok=True)
+    """Write a table whole or not at all."""
     atomic_write(path, content)
-    atomic_write(record, json.dumps(asdict(manifest.entry(path))) + "\n")
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
@@ -50,20 +35,6 @@ def damaged(path: Path, problem: str) -> UserError:
     return UserError(f"table is damaged: {path.name} {problem}", where=path, fix=fix)
 
 
-def check(path: Path) -> None:
-    """Compare a table with what was written; ``UserError`` where it was cut short or altered."""
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
-        raise damaged(path, "is cut short" if content else "is empty")
-    try:
-        expected = manifest.Entry(**json.loads(record_of(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return  # a table that was copied, or written by an earlier version
-    problem = manifest.problem(path, expected)
-    if problem is not None:
-        raise damaged(path, problem)
-
-
 def kept(path: Path) -> Path | None:
     """The file that holds a table: ``path``, else the Parquet file of its name; None where neither is there."""
     return next((file for file in (path, path.with_suffix(".parquet")) if file.is_file()), None)
@@ -75,9 +46,11 @@ def read(path: Path, **options: Any) -> pd.DataFrame:
 
     if path.suffix == ".parquet":
         return read_parquet(path)
-    check(path)
+    content = path.read_bytes()
+    if not content.endswith(b"\n"):
+        raise damaged(path, "is cut short" if content else "is empty")
     try:
-        return pd.read_csv(path, **options)
+        return pd.read_csv(io.BytesIO(content), **options)
     except (ValueError, UnicodeDecodeError):  # pandas' errors about a file are of these
         raise damaged(path, "is not a table") from None
 

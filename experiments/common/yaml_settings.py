@@ -11,11 +11,8 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
-from yaml.constructor import ConstructorError
 
 from edgc.errors import UserError, nearest
-
-LONGEST = 60  # characters of a value in a message
 
 
 class Settings(BaseModel):
@@ -24,22 +21,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class DuplicateKey(Exception):
+    """A key that stands twice in a mapping."""
+
+
+# What PyYAML raises at a value that it cannot make: a day 2020-13-45, `!!bool maybe`, `!!int ''`.
+BAD_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 # libyaml's parser where PyYAML was built with it: ten times as fast.
 _Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Loader(_Safe):
-    """Loader of plain values only; one that PyYAML cannot make, such as a day that there is not, and a key that stands
-    twice are errors of YAML with their lines."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-            text = node.value if isinstance(node, yaml.ScalarNode) else ""
-            value = f" {text if len(text) <= LONGEST else text[:LONGEST] + '...'!r}" if text else ""
-            kind = node.tag.rpartition(":")[2]
-            raise ConstructorError(None, None, f"{kind}{value} cannot be read", node.start_mark) from None
+    """Loader of plain values only; a key that stands twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -48,7 +41,7 @@ class Loader(_Safe):
                 continue  # what `<<` brings in may be said again
             line = key.start_mark.line + 1
             if key.value in lines:
-                raise yaml.YAMLError(f"key {key.value} appears twice, in lines {lines[key.value]} and {line}")
+                raise DuplicateKey(f"key {key.value} appears twice, in lines {lines[key.value]} and {line}")
             lines[key.value] = line
         return dict(super().construct_mapping(node, deep))
 
@@ -77,18 +70,13 @@ def parse_yaml(text: str | bytes, where: object, loader: type[Loader] = Loader) 
     try:
         value = yaml.load(text, loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+        mark = error.problem_mark or error.context_mark
         line = f" at line {mark.line + 1}" if mark else ""
-        bad_value = isinstance(error, ConstructorError)
-        problem = f": {error.problem}" if bad_value else ""
-        fix = "correct the value" if bad_value else "correct the syntax"
-        raise UserError(f"not valid YAML{line}{problem}", where=where, fix=fix) from None
-    except yaml.reader.ReaderError:
-        raise UserError("not valid YAML", where=where, fix="correct the syntax") from None
-    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML{line}: {error.problem}", where=where, fix="correct it") from None
+    except DuplicateKey as error:
         raise UserError(str(error), where=where, fix="keep one of them") from None
-    except RecursionError:
-        raise UserError("too many levels", where=where, fix="correct the syntax") from None
+    except (yaml.YAMLError, *BAD_VALUE) as error:
+        raise UserError(f"not valid YAML: {error}", where=where, fix="correct it") from None
     if value is None and text.strip():
         return {}  # nothing but comments
     if not isinstance(value, dict):

@@ -127,8 +127,7 @@ class Batches:
         for index in range(iteration, self.iterations):
             yield from self.iteration(index)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self.start()
+    __iter__ = start
 
 
 def train_batches(
@@ -212,12 +211,10 @@ def _publish_index(cache: Path, build: Callable[[Path], GPTDataset]) -> None:
         raise UserError(message, where=cache.parent, fix="make the data folder writable") from None
     try:
         build(private)
-        # Another run may have published the same index meanwhile: then this one is not needed.
-        try:
-            private.rename(cache)
-        except OSError:
-            if not cache.exists():
-                raise
+        private.rename(cache)
+    except OSError:
+        if not cache.exists():  # else another run has published the same index meanwhile
+            raise
     finally:
         shutil.rmtree(private, ignore_errors=True)
 

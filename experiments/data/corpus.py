@@ -151,8 +151,6 @@ class TextFolder(Source):
             except json.JSONDecodeError as error:
                 fix = 'write one {"text": "..."} object a line'
                 raise UserError(f"line {number} is not JSON: {error.msg}", where=path, fix=fix) from None
-            except OSError as error:
-                raise UserError(f"cannot read: {error.strerror}", where=path, fix="make it readable") from None
 
     def identity(self) -> str:
         return _digest_of_files(self.folder, self.files)
@@ -175,9 +173,6 @@ class HuggingFaceText(Source):
             self.folder = Path(dataset).expanduser()
             self.where = str(self.folder)
             self.files = _files(self.folder, (".parquet", ".json", ".jsonl"))
-            if len({path.suffix == ".parquet" for path in self.files}) > 1:
-                fix = "keep only one kind of file in the folder"
-                raise UserError("data.dataset mixes parquet and JSON files", where=self.folder, fix=fix)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         import datasets
@@ -197,8 +192,7 @@ class HuggingFaceText(Source):
         except Exception as error:  # network, hub, arrow and JSON errors share no base class
             fix = "repair or replace the files"
             if not self.folder:
-                fix = "check the network, data.dataset and data.revision, or set data.dataset to a local "
-                fix += "folder with the dataset's parquet or jsonl files"
+                fix = "check the network, or set data.dataset to a folder with the dataset's parquet or jsonl files"
             lines = str(error).strip().splitlines() or ["no message"]
             message = f"data.dataset cannot be read: {type(error).__name__}: {lines[0][:200]}"
             raise UserError(message, where=self.where, fix=fix) from error

@@ -16,7 +16,6 @@ So whoever reads a folder compares it first with the sizes and checksums in its 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -24,16 +23,16 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from filelock import FileLock
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
-from experiments.common.files import atomic_write, check_space, check_writable
+from experiments.common.files import atomic_write, check_writable
 from experiments.common.source import data_code
 from experiments.common.yaml_settings import Settings, load_yaml, validate
 from experiments.data.corpus import SPLITS, Document, HuggingFaceText, Source, normalise, open_source
@@ -47,9 +46,10 @@ CHECKSUM = "sha256"  # key of data.yaml that is written first
 CHECKSUM_BYTES = 64 * 2**20  # larger files are not read through; at 1 GB/s this takes a tenth of a second
 INDEX_CACHE = "index_cache"
 FILES = ("tokenizer.json", "documents.jsonl", *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
-OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_TOKENS = 8_013_769, 9.04e9
-BYTES_BESIDE_TOKENS = 220  # of a document: its line in documents.jsonl and its entries in the indices
-Track = Callable[[Iterable[Document], str], Iterable[Document]]  # documents, and a bar with this label beside them
+
+OPENWEBTEXT_DOCUMENTS = 8_013_769
+# 9.04 G tokens of two bytes (nanoGPT, data/openwebtext), a line in documents.jsonl and entries in the indices.
+BYTES_OF_DOCUMENT = 2500
 
 
 class DataInfo(Settings):
@@ -61,7 +61,7 @@ class DataInfo(Settings):
     """
 
     source: str
-    format: int
+    format: Literal[1]
     config: dict[str, Any]
     python: str
     identity: str
@@ -81,19 +81,15 @@ class DataInfo(Settings):
 
 
 def load_info(folder: Path) -> DataInfo:
-    """Read ``data.yaml`` of a folder; ``UserError`` where that is missing, incomplete or of another format."""
+    """Read ``data.yaml`` of a folder; ``UserError`` where that is missing or not as it was written."""
     path = folder / "data.yaml"
-    fix = "prepare it: python -m experiments.data prepare --scale <scale> --name " + folder.name
     if not path.is_file():
+        fix = f"prepare it: python -m experiments.data prepare --scale <scale> --name {folder.name}"
         raise UserError("prepared data is missing", where=folder, fix=fix)
-    values = load_yaml(path)
-    if values.get("format") != FORMAT:
-        raise UserError(f"data.yaml has format {values.get('format')}, not {FORMAT}", where=path, fix=fix)
-    if CHECKSUM not in values:
-        raise UserError("an earlier version wrote data.yaml: it has no checksum", where=path, fix=fix)
     checksum, _, rest = path.read_bytes().partition(b"\n")
     if checksum != f"{CHECKSUM}: {hashlib.sha256(rest).hexdigest()}".encode():
         raise damaged(path, "has another content than was written")
+    values = load_yaml(path)
     del values[CHECKSUM]
     info: DataInfo = validate(DataInfo, values, path)
     return info
@@ -172,27 +168,16 @@ def texts(folder: Path, split: str) -> Iterator[Document]:
     raise UserError(f"the source has changed since the {split} split was prepared", where=folder, fix=fix)
 
 
-def prepare(
-    config: DataConfig,
-    folder: Path,
-    *,
-    tokenizer_files: Path | None = None,
-    show: bool = True,
-    shard_documents: int | None = None,
-) -> DataInfo:
+def prepare(config: DataConfig, folder: Path, *, show: bool = True) -> DataInfo:
     """Prepare ``config``'s corpus in ``folder``; does nothing where that is already done.
 
     Args:
         config: the ``data`` settings; ``path`` is not used.
         folder: replaced only if it holds prepared data or nothing.
-        tokenizer_files: folder with GPT-2's tokenizer files, for ``tokenizer: gpt2`` without network.
         show: progress bar and messages on stderr.
-        shard_documents: documents of a shard of an ``openwebtext`` source; shards outlive a kill
-            (:func:`experiments.data.tokenizer.encode_documents`).
 
     Raises:
-        UserError: the source cannot be read, a split would be empty, there is too little space, or ``folder`` is in
-            the way.
+        UserError: the source cannot be read, a split would be empty, the disk is too small, or ``folder`` in the way.
     """
     folder = folder.resolve()
     known = {*FILES, "data.yaml", INDEX_CACHE, ".snakemake_timestamp"}
@@ -206,21 +191,14 @@ def prepare(
         info = up_to_date(folder, config, identity)
         state = "up to date" if info else "prepared"
         if info is None:
-            remove(folder.parent.glob(f".{folder.name}.partial-*"))
+            for partial in folder.parent.glob(f".{folder.name}.partial-*"):
+                shutil.rmtree(partial)
+            _check_space(config, source, folder.parent)
             new = folder.parent / f".{folder.name}.partial-{os.getpid()}"
             new.mkdir()
             try:
-                if config.source == "openwebtext":
-                    shard_bytes = sum(file.stat().st_size for file in folder.parent.glob(f".{folder.name}.shards-*/*"))
-                    check_space(folder.parent, space_needed(config, source) - shard_bytes)
-                info = _write(config, source, identity, new, folder, tokenizer_files, _track(show), shard_documents)
+                info = _write(config, source, identity, new, show)
                 manifest.publish(new, folder)
-                remove(folder.parent.glob(f".{folder.name}.shards-*"))
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                fix = "free space and start it again: shards that are finished are kept"
-                raise UserError("no space left on the disk", where=folder.parent, fix=fix) from None
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     if show:
@@ -230,62 +208,36 @@ def prepare(
     return info
 
 
-def remove(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder)
+def _check_space(config: DataConfig, source: Source, folder: Path) -> None:
+    """Refuse to begin with OpenWebText where the disk has no room for its tokens; of local files, half their bytes."""
+    if not isinstance(source, HuggingFaceText):
+        return
+    needed = BYTES_OF_DOCUMENT * min(config.max_documents or OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_DOCUMENTS)
+    if source.folder:
+        needed = min(needed, sum(path.stat().st_size for path in source.files) // 2)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        fix = "free space, choose another --out on a larger disk, or set data.max_documents"
+        raise UserError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free", where=folder, fix=fix)
 
 
-def space_needed(config: DataConfig, source: Source) -> int:
-    """Bytes that preparing an ``openwebtext`` source takes, about: shards and datasets together.
-
-    OpenWebText has 8 013 769 documents and 9.04 G tokens of GPT-2's, of two bytes each (nanoGPT, data/openwebtext). Of
-    local files a token is about four bytes of text, so shards and datasets take about what the files take.
-    """
-    if isinstance(source, HuggingFaceText) and source.folder:
-        return sum(path.stat().st_size for path in source.files)
-    documents = min(config.max_documents or OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_DOCUMENTS)
-    return round(documents * (2 * 2 * OPENWEBTEXT_TOKENS / OPENWEBTEXT_DOCUMENTS + BYTES_BESIDE_TOKENS))
-
-
-def _track(show: bool) -> Track:
-    from rich.console import Console
+def _write(config: DataConfig, source: Source, identity: str, new: Path, show: bool) -> DataInfo:
     from rich.progress import track
 
-    console = Console(stderr=True)
-    return lambda documents, label: track(documents, label, console=console, disable=not show)
-
-
-def _write(
-    config: DataConfig,
-    source: Source,
-    identity: str,
-    new: Path,
-    folder: Path,
-    tokenizer_files: Path | None,
-    track: Track,
-    shard_documents: int | None,
-) -> DataInfo:
-    # Only here: these take seconds to import, and reading a prepared folder's facts needs none of them.
-    from experiments.data.tokenizer import SHARD_DOCUMENTS, encode_documents
+    from experiments.data.tokenizer import encode_documents  # takes seconds to import, as Megatron does
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPU packages that this program has no use for
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    tokenizer = _tokenizer(config, source, tokenizer_files, track)
+    tokenizer = _tokenizer(config, source, show)
     tokenizer.save(new / "tokenizer.json")
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    size, shards = shard_documents or SHARD_DOCUMENTS, None
-    if config.source == "openwebtext":
-        key = hashlib.sha256(f"{size}\0{dtype.__name__}\0{tokenizer.to_json()}".encode()).hexdigest()[:16]
-        shards = folder.parent / f".{folder.name}.shards-{key}"
-        remove(other for other in folder.parent.glob(f".{folder.name}.shards-*") if other != shards)
     counts = {name: dict.fromkeys(SPLITS, 0) for name in ("documents", "tokens", "bytes")}
     builders = {split: IndexedDatasetBuilder(str(new / f"{split}.bin"), dtype=dtype) for split in SPLITS}
     digest = hashlib.sha256()
     with (new / "documents.jsonl").open("w", encoding="utf-8") as index:
-        documents = track(source.documents(), "write tokens")
-        for document, ids in encode_documents(documents, tokenizer, dtype, shards, size):
+        documents = track(source.documents(), "write tokens", disable=not show)
+        for document, ids in encode_documents(documents, tokenizer, dtype):
             split, text_bytes = source.split_of(document), len(document.text.encode("utf-8"))
             builders[split].add_document(ids, [len(ids)])
             for name, amount in (("documents", 1), ("tokens", len(ids)), ("bytes", text_bytes)):
@@ -318,12 +270,15 @@ def _write(
     return info
 
 
-def _tokenizer(config: DataConfig, source: Source, files: Path | None, track: Track) -> TextTokenizer:
+def _tokenizer(config: DataConfig, source: Source, show: bool) -> TextTokenizer:
+    from rich.progress import track
+
     from experiments.data import tokenizer
 
     if config.tokenizer == "gpt2":
-        return tokenizer.load_gpt2(files)
+        return tokenizer.load_gpt2()
     if config.vocab_size is None:
         raise UserError("data.vocab_size is missing for data.tokenizer = bpe", fix="set data.vocab_size, e.g. 4096")
-    texts = (document for document in source.documents() if source.split_of(document) == "train")
-    return tokenizer.train_bpe((document.text for document in track(texts, "train tokenizer")), config.vocab_size)
+    documents = track(source.documents(), "train tokenizer", disable=not show)
+    texts = (document.text for document in documents if source.split_of(document) == "train")
+    return tokenizer.train_bpe(texts, config.vocab_size)

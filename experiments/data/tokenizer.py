@@ -6,9 +6,6 @@ bytes and the merges. GPT-2's BPE keeps its ids (``<|endoftext|>`` 50256) and ge
 
 from __future__ import annotations
 
-import hashlib
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,14 +14,14 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgc.errors import UserError
-from experiments.common.files import atomic_path, atomic_write
+from experiments.common.files import atomic_write
 from experiments.data.corpus import Document
 
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "[MASK]", "[PAD]"
 SPECIAL_TOKENS = (END_OF_TEXT, "[CLS]", "[SEP]", MASK, PAD)
 MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
 GPT2, GPT2_REVISION = "openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"
-SHARD_DOCUMENTS = 2000  # some 10 MB of web text, a few seconds of work
+CHUNK = 2000  # documents that are tokenised at once: some 10 MB of web text
 
 
 class TextTokenizer:
@@ -61,42 +58,13 @@ class TextTokenizer:
 
 
 def encode_documents(
-    documents: Iterable[Document],
-    tokenizer: TextTokenizer,
-    dtype: np.dtype | type,
-    folder: Path | None = None,
-    size: int = SHARD_DOCUMENTS,
+    documents: Iterable[Document], tokenizer: TextTokenizer, dtype: np.dtype | type
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Documents with their token ids (1-D arrays), in order; never more than ``size`` documents in memory.
-
-    Args:
-        folder: where every ``size`` documents become a file, a shard, that is written whole and outlives a kill: called
-            again with the same documents, it is read instead of tokenised. Of one tokenizer and ``dtype``.
-    """
+    """Documents with their token ids (1-D arrays), in order; never more than ``CHUNK`` documents in memory."""
     remaining = iter(documents)
-    for number, chunk in enumerate(iter(lambda: list(islice(remaining, size)), [])):
-        shard = folder / f"{number:06d}.npz" if folder else None
-        digest = hashlib.sha256("".join(document.sha256 for document in chunk).encode()).hexdigest()
-        rows = _read_shard(shard, digest) if shard else None
-        if rows is None:
-            rows = [np.asarray(ids, dtype) for ids in tokenizer.encode([document.text for document in chunk])]
-            if shard:
-                ends = np.cumsum([len(row) for row in rows])
-                with atomic_path(shard) as temporary, temporary.open("wb") as file:
-                    np.savez(file, ids=np.concatenate(rows), ends=ends, documents=digest)
-        yield from zip(chunk, rows, strict=True)
-
-
-def _read_shard(path: Path, digest: str) -> list[np.ndarray] | None:
-    """Token ids of a shard's documents; None if it is missing, damaged (zip's checksums) or of other documents."""
-    try:
-        with np.load(path) as shard:
-            # NumPy may read less than a whole member, and then zip compares no checksum.
-            if shard.zip.testzip() or shard["documents"] != digest:
-                return None
-            return np.split(shard["ids"], shard["ends"][:-1])
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        return None
+    while chunk := list(islice(remaining, CHUNK)):
+        rows = tokenizer.encode([document.text for document in chunk])
+        yield from zip(chunk, (np.asarray(ids, dtype) for ids in rows), strict=True)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
@@ -108,7 +76,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     if vocab_size < MIN_VOCABULARY:
         fix = f"use at least {MIN_VOCABULARY} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)"
         raise UserError(f"data.vocab_size = {vocab_size} is too small for a byte-level BPE", fix=fix)
-    tokenizer = _byte_level(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -117,13 +87,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return TextTokenizer(tokenizer)
-
-
-def _byte_level(model: models.BPE) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def load(path: Path) -> TextTokenizer:
@@ -138,34 +101,19 @@ def load(path: Path) -> TextTokenizer:
     return TextTokenizer(tokenizer)
 
 
-def load_gpt2(files: Path | None = None) -> TextTokenizer:
-    """GPT-2's BPE (50 257 tokens) with our special tokens appended.
-
-    Args:
-        files: folder with ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``; None takes the Hugging
-            Face hub or its local cache.
+def load_gpt2() -> TextTokenizer:
+    """GPT-2's BPE (50 257 tokens) with our special tokens appended, from the Hugging Face hub or its local cache.
 
     Raises:
-        UserError: the files are missing, or the hub cannot be reached.
+        UserError: it cannot be had.
     """
     try:
-        if files is None:
-            tokenizer = Tokenizer.from_pretrained(GPT2, revision=GPT2_REVISION)
-        elif (files / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
-        else:
-            parts = [str(files / name) for name in ("vocab.json", "merges.txt")]
-            if not all(Path(part).is_file() for part in parts):
-                fix = "put tokenizer.json, or vocab.json and merges.txt, there"
-                raise UserError("--tokenizer-files holds no GPT-2 tokenizer", where=files, fix=fix)
-            tokenizer = _byte_level(models.BPE.from_file(*parts))
-    except UserError:
-        raise
+        tokenizer = Tokenizer.from_pretrained(GPT2, revision=GPT2_REVISION)
     except Exception as error:  # `tokenizers` raises bare Exception, the hub a family of its own
-        lines = str(error).strip().splitlines() or ["no message"]
-        fix = "check the network, or give the folder of GPT-2's tokenizer files with --tokenizer-files"
-        message = f"data.tokenizer = gpt2 cannot be loaded: {type(error).__name__}: {lines[0][:160]}"
-        raise UserError(message, where=files or GPT2, fix=fix) from error
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        fix = "check the network, or put it into the hub's cache (HF_HOME) where there is one"
+        message = f"data.tokenizer = gpt2 cannot be loaded: {type(error).__name__}: {line[:160]}"
+        raise UserError(message, where=GPT2, fix=fix) from error
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.add_special_tokens([token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None])
     return TextTokenizer(tokenizer)

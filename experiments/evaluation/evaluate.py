@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -30,10 +30,9 @@ from experiments.common.equivalence import load_equivalence
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
 from experiments.common.written_tables import csv_text, write_text
-from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
-from experiments.evaluation.standard_tasks import read_standard
+from experiments.evaluation.inputs import Model, Row, Task, digest, read_models, read_standard, read_tasks
+from experiments.evaluation.standard_tasks import fingerprint, task_folder
 from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, Results
-from experiments.spec.task_catalogue import standard_tasks
 
 RESULTS = ("table.csv", "summary.csv", "timings.csv")
 OFFLINE = {
@@ -45,7 +44,6 @@ OFFLINE = {
 }
 BOOTSTRAP = 1000  # iterations: 0 drop the standard errors, lm-eval's 100 000 take long
 SEED, DTYPE = 1234, "float32"
-Device = Literal["auto", "cpu", "cuda"]
 app = typer.Typer(add_completion=False)
 
 
@@ -53,14 +51,14 @@ class Work(NamedTuple):
     """One model and what is to be evaluated on it; ``folders`` hold the task files, results go below ``out``."""
 
     model: Model
-    tasks: list[TaskFile]
+    tasks: list[Task]
     folders: tuple[Path, ...]
     out: Path
     batch_size: int
     device: str
 
 
-def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
+def inputs(model: Model, task: Task, batch_size: int) -> Row:
     """Inputs that decide the outcome of one evaluation."""
     versions = {name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "tokenizers", "torch")}
     settings = {"bootstrap_iters": BOOTSTRAP, "seed": SEED, "dtype": DTYPE, "batch_size": batch_size}
@@ -70,10 +68,7 @@ def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what lm-eval prints, unless its bars are drawn on a terminal; print it when the body fails."""
-    if sys.stderr.isatty() and multiprocessing.parent_process() is None:
-        yield
-        return
+    """Hold back what lm-eval prints; print it when the body fails."""
     held = io.StringIO()
     try:
         with contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
@@ -124,6 +119,10 @@ def evaluate(work: Work) -> int:
                 model=lm, tasks=[task.name], task_manager=manager, bootstrap_iters=BOOTSTRAP, log_samples=True, **seeds
             )
         samples = results.pop("samples")[task.name]
+        documents = [row["doc"] for row in sorted(samples, key=lambda row: row["doc_id"])]
+        if task.documents is not None and fingerprint(documents) != task.documents:
+            fix = "delete standard_tasks.json of the study and start again"
+            raise UserError(f"the documents of standard task {task.name} have changed since the check", fix=fix)
         target, seconds = work.out / model.name / task.name, round(time.perf_counter() - started, 3)
         (target / "inputs.json").unlink(missing_ok=True)
         atomic_write(target / "results.json", json.dumps(results, indent=1, **encode) + "\n")
@@ -156,53 +155,42 @@ def _start_process(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def chosen_device(device: str) -> str:
-    """Device by name, for ``auto`` a GPU if there is one; ``UserError`` where one is asked for and there is none."""
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no GPU", fix="use --device auto or cpu")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
 @app.command()
 @main_guard
 def main(
     models: Annotated[list[Path], typer.Argument(help="exported folders")],
     out: Annotated[Path, typer.Option(help="folder of the study")],
     tasks_dir: Annotated[Path | None, typer.Option(help="made by experiments.evaluation.tasks.make")] = None,
-    tasks: Annotated[str, typer.Option(help="of that folder, with commas; default: all")] = "",
-    standard: Annotated[str, typer.Option(help="tasks of lm-eval, with commas, fetched beforehand")] = "",
+    standard: Annotated[Path | None, typer.Option(help="made by experiments.evaluation.standard_tasks check")] = None,
     # One by one, as lm-eval by itself does: padding within a batch changes last digits, and what shares a batch
     # depends on the tasks that are asked for together.
-    batch_size: Annotated[int, typer.Option(help="documents at a time")] = 1,
-    device: Annotated[Device, typer.Option(help="auto: a GPU if any")] = "auto",
-    processes: Annotated[int, typer.Option(help="models at a time on a CPU")] = 1,
+    batch_size: Annotated[int, typer.Option(help="documents at a time", min=1)] = 1,
+    processes: Annotated[int, typer.Option(help="models at a time on a CPU", min=1)] = 1,
 ) -> None:
     """Evaluate exported models on lm-eval tasks, without network, and write table.csv."""
-    for key, value in (("batch-size", batch_size), ("processes", processes)):
-        if value < 1:
-            raise UserError(f"--{key} {value} is not valid", fix="use a whole number of at least 1")
-    if tasks_dir is None and (tasks or not standard):
+    if not (tasks_dir or standard):
         raise UserError("no tasks given", fix="give --tasks-dir, --standard or both")
     os.environ.update(OFFLINE)  # before anything imports the hub's client
-    names, standard_names = ([name for name in text.split(",") if name] for text in (tasks, standard))
-    files = read_tasks(tasks_dir, names or None) if tasks_dir else []
-    files += read_standard(standard_names)
+    tasks = read_tasks(tasks_dir) if tasks_dir else []
     folders = [tasks_dir] if tasks_dir else []
-    folders += dict.fromkeys(task.folder for task in standard_tasks(standard_names))
+    if standard:
+        tasks += (named := read_standard(standard))
+        folders += dict.fromkeys(task_folder(task.name) for task in named)
     known, rule = read_models(models), load_equivalence()
     check_writable(out)
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     work: list[Work] = []
     total = 0
     for model in known:
         if model.info["model"]:  # it was trained to its end
-            total += len(files)
-            pending = [t for t in files if not is_done(out / model.name / t.name, inputs(model, t, batch_size))]
+            total += len(tasks)
+            pending = [t for t in tasks if not is_done(out / model.name / t.name, inputs(model, t, batch_size))]
             if pending:
-                work.append(Work(model, pending, tuple(folders), out, batch_size, chosen_device(device)))
+                work.append(Work(model, pending, tuple(folders), out, batch_size, device))
     count = evaluate_all(work, processes)
-    results = Results(known, files, out, rule)
+    results = Results(known, tasks, out, rule)
     write_text(out / "timings.csv", csv_text(results.timings(), ("run", "task", "seconds")))
     write_text(out / "summary.csv", csv_text(results.summary(), SUMMARY_COLUMNS))
     write_text(out / "table.csv", csv_text(results.table(), COLUMNS))

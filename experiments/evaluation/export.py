@@ -34,34 +34,27 @@ MARKER = "run.json"  # in every exported folder, also of runs that left no model
 
 
 def check_run(folder: Path) -> tuple[RunConfig, str]:
-    """Settings and status of a finished run folder, both files that describe the model agreeing.
+    """Settings and status of a finished run folder.
 
     Raises:
-        UserError: unfinished run, another architecture, or a checkpoint of other settings.
+        UserError: unfinished run, another architecture, or a checkpoint that is missing or not as it was written.
     """
-    status_file, checkpoint = folder / "status", folder / "checkpoint"
-    if not status_file.exists():
+    status = outputs.read_status(folder)
+    if status == outputs.UNFINISHED:
         raise UserError("the run is not finished: no status file", where=folder, fix="train it first")
-    status = status_file.read_text(encoding="utf-8").strip()
-    if status not in outputs.STATUSES:
-        raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(outputs.STATUSES)}")
     config = read_config(folder / "run.yaml")
-    if config.model.architecture != "gpt":
-        message = f"model.architecture = {config.model.architecture!r} cannot be exported"
-        raise UserError(message, where=folder, fix="only gpt runs become GPT-2")
-    if config.model.experts is not None:
-        message = f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts"
-        raise UserError(message, where=folder, fix="only runs without experts become GPT-2")
+    for key, value, exportable in (
+        ("architecture", config.model.architecture, "gpt"),
+        ("experts", config.model.experts, None),
+    ):
+        if value != exportable:
+            message = f"model.{key} = {value!r} cannot be exported"
+            raise UserError(message, where=folder, fix="only gpt runs without experts become GPT-2")
     if status == "ok":
-        if not (checkpoint / "run.yaml").exists():
+        if not (folder / "checkpoint").is_dir():
             fix = "set train.checkpoint: true in the study and train again"
-            raise UserError("the run left no checkpoint", where=checkpoint, fix=fix)
+            raise UserError("the run left no checkpoint", where=folder, fix=fix)
         outputs.check(folder, ("checkpoint/", "run.yaml"))
-        saved = read_config(checkpoint / "run.yaml").model
-        if keys := [key for key, value in saved if value != getattr(config.model, key)]:
-            fix = "a checkpoint is exported only with its own settings; train again"
-            message = f"model.{keys[0]} differs from the checkpoint's"
-            raise UserError(message, where=folder / "run.yaml", fix=fix)
     return config, status
 
 
@@ -74,16 +67,13 @@ def read_tokenizer(data: Path, config: RunConfig, fingerprint: str | None) -> An
     """``PreTrainedTokenizerFast`` of a data folder that must be the run's own, by its ``fingerprint``."""
     from transformers import PreTrainedTokenizerFast
 
-    from experiments.data.tokenizer import END_OF_TEXT, PAD, load
+    from experiments.data.tokenizer import END_OF_TEXT, PAD
 
     info, path = load_info(data), data / "tokenizer.json"
     if fingerprint is not None and info.fingerprint != fingerprint:
         message = "the data's fingerprint is not the one recorded by the run"
         raise UserError(message, where=data / "data.yaml", fix="use the data folder that the run was trained on")
     check_whole(data, info, (path.name,))
-    if (size := load(path).vocab_size) != info.vocab_size:
-        message = f"the tokenizer has {size} tokens, data.yaml says {info.vocab_size}"
-        raise UserError(message, where=path, fix="prepare the data again")
     return PreTrainedTokenizerFast(
         tokenizer_file=str(path),
         bos_token=END_OF_TEXT,

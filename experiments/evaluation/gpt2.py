@@ -10,7 +10,7 @@ Weights that differ:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from edgc.errors import UserError
@@ -28,19 +28,6 @@ MODULES = {  # of a layer, ours -> GPT-2's
     "mlp.linear_fc1": "mlp.c_fc",
     "mlp.linear_fc2": "mlp.c_proj",
 }
-
-
-def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Name in transformers of a GELU, by comparing values: the two look alike. ``UserError`` for anything else."""
-    import torch
-    from transformers.activations import ACT2FN
-
-    x = torch.linspace(-6.0, 6.0, 1001, dtype=torch.float64)
-    values = function(x)
-    for name in ACTIVATIONS.values():
-        if torch.allclose(values, ACT2FN[name](x), rtol=0.0, atol=1e-7):
-            return name
-    raise UserError("the activation is neither of the two GELUs", fix="only gelu and gelu_tanh models are exported")
 
 
 def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -94,28 +81,25 @@ def to_gpt2(model: Any, *, vocab_size: int, activation: str, end_of_text: int = 
         end_of_text: token id written as bos and eos.
 
     Raises:
-        UserError: when the model computes another activation than ``activation``, or is no GPT-2.
+        UserError: the model computes another activation than ``activation``, or is no GPT-2.
     """
+    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.activations import ACT2FN
 
-    name = activation_name(model.config.activation_func)
-    if ACTIVATIONS.get(activation) != name:
-        computed = next(ours for ours, theirs in ACTIVATIONS.items() if theirs == name)
+    x = torch.linspace(-6.0, 6.0, 1001, dtype=torch.float64)  # the two look alike
+    if not torch.allclose(model.config.activation_func(x), ACT2FN[ACTIVATIONS[activation]](x), rtol=0.0, atol=1e-7):
         fix = "export with the settings that the run was trained with"
-        raise UserError(f"model.activation = {activation!r}, but the model computes {computed}", fix=fix)
+        raise UserError(f"model.activation = {activation!r}, but the model computes another", fix=fix)
     state = model.state_dict()
-    rows, hidden = state["embedding.word_embeddings.weight"].shape
-    if vocab_size > rows:
-        fix = "use the data folder that the run was trained on"
-        raise UserError(f"the tokenizer has {vocab_size} tokens, the model's embedding only {rows}", fix=fix)
     config = GPT2Config(
         vocab_size=vocab_size,
         n_positions=state["embedding.position_embeddings.weight"].shape[0],
-        n_embd=hidden,
+        n_embd=model.config.hidden_size,
         n_layer=model.config.num_layers,
         n_head=model.config.num_attention_heads,
         n_inner=model.config.ffn_hidden_size,
-        activation_function=name,
+        activation_function=ACTIVATIONS[activation],
         layer_norm_epsilon=model.config.layernorm_epsilon,
         resid_pdrop=0.0,
         embd_pdrop=0.0,

@@ -1,4 +1,4 @@
-"""Inputs of an evaluation: exported models and task files, checked before lm-eval is imported."""
+"""Inputs of an evaluation: exported models and tasks, checked before lm-eval is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
-from experiments.spec.task_catalogue import task_files
+from experiments.common.yaml_settings import Loader, parse_yaml
 
 Row = dict[str, Any]
 READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")  # of an exported model
@@ -31,7 +31,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class TaskFile:
+class Task:
     """One task: its metrics by name (is higher better?), and the digest of all that defines it."""
 
     name: str
@@ -39,6 +39,7 @@ class TaskFile:
     metrics: dict[str, bool]
     digest: str
     reference: Row  # "chance" and "best_constant", by metric
+    documents: str | None = None  # fingerprint of a standard task's
 
 
 def digest(*parts: bytes | str) -> str:
@@ -50,6 +51,13 @@ def digest(*parts: bytes | str) -> str:
     return total.hexdigest()
 
 
+class TaskLoader(Loader):
+    """Loader of task files: ``!function module.name`` becomes its text."""
+
+
+TaskLoader.add_constructor("!function", lambda loader, node: str(node.value))
+
+
 def read_model(path: Path) -> Model:
     """Check an exported folder without loading the model; ``UserError`` for what is missing or does not fit."""
     from tokenizers import Tokenizer
@@ -58,26 +66,22 @@ def read_model(path: Path) -> Model:
     if not marker.is_file():
         fix = "export the run first: python -m experiments.evaluation.export"
         raise UserError("no exported model", where=path, fix=fix)
-    info = _read_json(marker)
-    if "model" not in info or "run" not in info:
-        raise damaged(marker, "lacks model or run")
-    if not info["model"]:
+    try:
+        info: Row = json.loads(marker.read_text(encoding="utf-8"))
+        exported, _ = info["model"], info["run"]
+    except (ValueError, KeyError, TypeError):
+        raise damaged(marker, "is cut short or altered") from None
+    if not exported:
         return Model(path, info, "")
-    config, tokenizer = path / "config.json", path / "tokenizer.json"
     for file in (path / name for name in READ):
         if not file.is_file():
             raise UserError(f"the exported model has no {file.name}", where=path, fix="export the run again")
         expected = info.get("files", {}).get(file.name)
         if expected and (problem := manifest.problem(file, manifest.Entry(**expected))):
             raise damaged(file, problem)
-    vocab_size = _read_json(config).get("vocab_size")
-    try:
-        size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
-    except Exception:  # `tokenizers` raises bare Exception
-        raise damaged(tokenizer, "is no tokenizer") from None
-    if size != vocab_size:
-        fix = "export the run again with its own data folder"
-        raise UserError(f"the tokenizer has {size} tokens, the model {vocab_size}", where=path, fix=fix)
+    size = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
+    if size != (rows := json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]):
+        raise UserError(f"the tokenizer has {size} tokens, the model {rows}", where=path, fix="export the run again")
     return Model(path, info, digest(*((path / name).read_bytes() for name in READ)))
 
 
@@ -86,13 +90,6 @@ def damaged(file: Path, problem: str) -> UserError:
     folder = file.parent.parent  # all models of a study, which are exported together
     fix = f"delete the folder {folder} and start again: the models are exported again"
     return UserError(f"exported model is damaged: {file.name} {problem}", where=file, fix=fix)
-
-
-def _read_json(path: Path) -> Row:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise damaged(path, "is cut short or altered") from None
 
 
 def read_models(paths: Sequence[Path]) -> list[Model]:
@@ -107,33 +104,35 @@ def read_models(paths: Sequence[Path]) -> list[Model]:
     return list(models.values())
 
 
-def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
-    """Tasks of a folder by ``names``, in their order (None: all of them, by name).
-
-    Raises:
-        UserError: missing folder, unknown name, missing rows, zero documents.
-    """
-    if not folder.is_dir():
-        fix = "generate it: python -m experiments.evaluation.tasks.make"
-        raise UserError("no folder of tasks", where=folder, fix=fix)
-    known = {content["task"]: (content, files) for content, files in map(task_files, sorted(folder.glob("*.yaml")))}
-    if not known:
-        raise UserError("the folder holds no task", where=folder, fix="generate the tasks again")
-    about = folder / "tasks.json"
-    references = json.loads(about.read_text(encoding="utf-8"))["tasks"] if about.is_file() else {}
+def read_tasks(folder: Path) -> list[Task]:
+    """Tasks of a folder, by name; ``UserError`` where it holds none, or one without documents."""
+    files = sorted(folder.glob("*.yaml"))
+    if not files:
+        raise UserError("no tasks", where=folder, fix="generate them: python -m experiments.evaluation.tasks.make")
+    references = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))["tasks"]
     tasks = []
-    for name in names or sorted(known):
-        if name not in known:
-            fix = f"known tasks: {', '.join(sorted(known))}"
-            raise UserError(f"unknown task {name!r}", where=folder, fix=fix)
-        content, files = known[name]
-        parts = [*files]
-        if file := (content.get("dataset_kwargs") or {}).get("file"):
-            parts.append(folder / file)
-            if not parts[-1].is_file() or not parts[-1].read_bytes().strip():
-                problem = "zero documents" if parts[-1].is_file() else "no rows"
-                raise UserError(f"task {name} has {problem}", where=parts[-1], fix="generate the tasks again")
+    for path in files:
+        content = parse_yaml(path.read_bytes(), path, TaskLoader)
+        rows = folder / content["dataset_kwargs"]["file"]
+        if not rows.is_file() or not rows.read_bytes().strip():
+            raise UserError(f"task {path.stem} has zero documents", where=rows, fix="generate the tasks again")
+        total = digest(*(file.read_bytes() for file in (path, folder / "utils.py", rows)))
         metrics = {entry["metric"]: bool(entry["higher_is_better"]) for entry in content["metric_list"]}
-        version, total = str(content["metadata"]["version"]), digest(*(path.read_bytes() for path in parts))
-        tasks.append(TaskFile(name, version, metrics, total, references.get(name, {})))
+        version = str(content["metadata"]["version"])
+        tasks.append(Task(path.stem, version, metrics, total, references[path.stem]))
     return tasks
+
+
+def read_standard(path: Path) -> list[Task]:
+    """Standard tasks by their records (:mod:`experiments.evaluation.standard_tasks`)."""
+    return [
+        Task(
+            name,
+            entry["version"],
+            entry["metrics"],
+            digest(entry["version"], entry["dataset"], entry["fingerprint"]),
+            {"chance": entry["chance"]},
+            entry["fingerprint"],
+        )
+        for name, entry in json.loads(path.read_text(encoding="utf-8"))["tasks"].items()
+    ]

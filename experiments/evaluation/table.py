@@ -5,16 +5,18 @@ Runs without a model keep their rows. The statistics are :mod:`experiments.evalu
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.equivalence import LEAST_SEEDS, NOT_DECIDED, ON_PAR, Equivalence, Scale
-from experiments.evaluation.inputs import Model, Row, TaskFile
+from experiments.evaluation.inputs import Model, Row, Task
 from experiments.evaluation.statistics import Gap, beats, gap, influence, judge, pooled, seed_interval, spread
 
+HIGHER = "higher_is_better"
 BASELINE = "none"  # compression.method of the uncompressed runs
 RUN_COLUMNS = ("study", "run", "variant", "label", "seed", "status")
 SCORE_COLUMNS = (
@@ -43,29 +45,28 @@ class Score:
     shares: list[float] | None
 
 
-@dataclass(frozen=True)
 class Results:
-    """Finished evaluations of ``models`` on ``tasks``, below the folder ``out``."""
+    """Finished evaluations of ``models`` on ``tasks``, below the folder ``out``, judged by ``rule``."""
 
-    models: Sequence[Model]
-    tasks: Sequence[TaskFile]
-    out: Path
-    rule: Equivalence
-
-    def scores(self) -> dict[tuple[str, str, str], Score]:
-        """Scores of every run that left a model, by run, task and metric."""
-        pairs = [(model, task) for model in self.models for task in self.tasks if model.info["model"]]
-        return {
+    def __init__(self, models: Sequence[Model], tasks: Sequence[Task], out: Path, rule: Equivalence) -> None:
+        self.models, self.tasks, self.out, self.rule = models, tasks, out, rule
+        self.evaluated = [(model, task) for model in models for task in tasks if model.info["model"]]
+        # By run, task and metric.
+        self.scores = {
             (model.name, task.name, metric): score
-            for model, task in pairs
-            for metric, score in read_scores(self.out / model.name / task.name, task).items()
+            for model, task in self.evaluated
+            for metric, score in read_scores(out / model.name / task.name, task).items()
         }
+        keys = {model.name: (model.info["study"], model.info["seed"]) for model in models}
+        twins = {keys[model.name]: model for model in models if model.info["method"] == BASELINE}
+        # The uncompressed run of the same study and seed, by the name of each run that has one.
+        self.baselines = {name: twins[key] for name, key in keys.items() if key in twins}
 
-    def baselines(self) -> dict[str, Model]:
-        """Uncompressed run of the same study and seed, by the name of each run that has one."""
-        keys = {m.name: (m.info["study"], m.info["seed"]) for m in self.models}
-        twins = {keys[m.name]: m for m in self.models if m.info["method"] == BASELINE}
-        return {name: twins[key] for name, key in keys.items() if key in twins}
+    def metrics(self) -> Iterator[tuple[Task, str, Row]]:
+        """Task, metric and their columns."""
+        for task in self.tasks:
+            for metric, higher in task.metrics.items():
+                yield task, metric, {"task": task.name, "version": task.version, "metric": metric, HIGHER: higher}
 
     def gap(self, metric: str, ours: Score, theirs: Score) -> Gap | None:
         """Gap on the scale of the metric's margin; None where lm-eval's samples do not tell it."""
@@ -80,32 +81,26 @@ class Results:
         ``difference`` is to the uncompressed run of the same study and seed; its standard error is paired over
         documents. The uncompressed run itself gets a difference of 0 and no verdict.
         """
-        scores, baselines = self.scores(), self.baselines()
         rows: list[Row] = []
-        for model in self.models:
-            baseline = baselines.get(model.name)
-            for task, metric, higher in (
-                (t, metric, higher) for t in self.tasks for metric, higher in t.metrics.items()
-            ):
-                ours = scores.get((model.name, task.name, metric))
-                theirs = scores.get((baseline.name, task.name, metric)) if baseline else None
-                row: Row = {key: model.info[key] for key in RUN_COLUMNS}
-                row |= {"task": task.name, "version": task.version, "metric": metric}
-                row |= {key: task.reference.get(key, {}).get(metric) for key in ("chance", "best_constant")}
-                row |= {"higher_is_better": higher, "baseline": baseline.name if baseline else None}
-                if ours:
-                    row |= {"value": ours.value, "stderr": ours.stderr, "documents": ours.documents}
-                    row["above_chance"] = above_chance(ours, task, metric)
-                if ours and theirs:
-                    row["difference"] = ours.value - theirs.value
-                    difference = self.gap(metric, ours, theirs)
-                    if difference is not None:
-                        pair = zip(ours.shares or (), theirs.shares or (), strict=True)
-                        row["difference_stderr"] = spread([a - b for a, b in pair])
-                        row |= judge(difference, self.rule)
-                    if baseline is model:
-                        row["verdict"] = None
-                rows.append(row)
+        for model, (task, metric, columns) in itertools.product(self.models, self.metrics()):
+            baseline = self.baselines.get(model.name)
+            ours = self.scores.get((model.name, task.name, metric))
+            theirs = self.scores.get((baseline.name, task.name, metric)) if baseline else None
+            row: Row = {key: model.info[key] for key in RUN_COLUMNS} | columns
+            row |= {key: task.reference.get(key, {}).get(metric) for key in ("chance", "best_constant")}
+            row["baseline"] = baseline.name if baseline else None
+            if ours:
+                row |= {"value": ours.value, "stderr": ours.stderr, "documents": ours.documents}
+                row["above_chance"] = above_chance(ours, task, metric)
+            if ours and theirs:
+                row["difference"] = ours.value - theirs.value
+                if difference := self.gap(metric, ours, theirs):
+                    pairs = zip(ours.shares or (), theirs.shares or (), strict=True)
+                    row["difference_stderr"] = spread([a - b for a, b in pairs])
+                    row |= judge(difference, self.rule)
+                if baseline is model:
+                    row["verdict"] = None
+            rows.append(row)
         return rows
 
     def summary(self) -> list[Row]:
@@ -115,27 +110,24 @@ class Results:
         and the verdict are over documents, on each document's mean over seeds; they say nothing about other seeds, and
         fewer than three make no verdict of equality.
         """
-        scores, baselines = self.scores(), self.baselines()
         variants: dict[tuple[str, str], list[Model]] = {}
         for model in self.models:
-            if baselines.get(model.name) is not model:
+            if self.baselines.get(model.name) is not model:
                 variants.setdefault((model.info["study"], model.info["variant"]), []).append(model)
         rows: list[Row] = []
-        for runs in variants.values():
-            pairs = [(run, baselines[run.name]) for run in runs if run.name in baselines]
-            names = [(run.name, twin.name) for run, twin in pairs if run.info["model"] and twin.info["model"]]
-            for task in self.tasks:
-                for index, (metric, higher) in enumerate(task.metrics.items()):
-                    row: Row = {key: runs[0].info[key] for key in ("study", "variant", "label")}
-                    row |= {"task": task.name, "version": task.version, "metric": metric, "primary": index == 0}
-                    row |= {"higher_is_better": higher, "n_seeds": len(names)}
-                    both = [(scores[run, task.name, metric], scores[twin, task.name, metric]) for run, twin in names]
-                    if both:
-                        row |= self.over_seeds(both, task, metric)
-                    rows.append(row)
+        for runs, (task, metric, columns) in itertools.product(variants.values(), self.metrics()):
+            pairs = [(run, self.baselines[run.name]) for run in runs if run.name in self.baselines]
+            both = [
+                (self.scores[run.name, task.name, metric], self.scores[twin.name, task.name, metric])
+                for run, twin in pairs
+                if run.info["model"] and twin.info["model"]
+            ]
+            row: Row = {key: runs[0].info[key] for key in ("study", "variant", "label")} | columns
+            row |= {"primary": metric == next(iter(task.metrics)), "n_seeds": len(both)}
+            rows.append(row | self.over_seeds(both, task, metric) if both else row)
         return rows
 
-    def over_seeds(self, both: Sequence[tuple[Score, Score]], task: TaskFile, metric: str) -> Row:
+    def over_seeds(self, both: Sequence[tuple[Score, Score]], task: Task, metric: str) -> Row:
         """Columns of :meth:`summary` from (compressed, uncompressed) of each seed."""
         differences = [ours.value - theirs.value for ours, theirs in both]
         low, high = seed_interval(differences)
@@ -149,8 +141,7 @@ class Results:
             "difference_low": low,
             "difference_high": high,
         }
-        found = [self.gap(metric, ours, theirs) for ours, theirs in both]
-        gaps = [difference for difference in found if difference is not None]
+        gaps = [difference for ours, theirs in both if (difference := self.gap(metric, ours, theirs))]
         if len(gaps) == len(both):
             row |= judge(pooled(gaps), self.rule, len(gaps))
             if row["verdict"] == ON_PAR and len(both) < LEAST_SEEDS:
@@ -159,19 +150,14 @@ class Results:
 
     def timings(self) -> list[Row]:
         """Seconds that each evaluation took when it was made."""
-        places = [(model, task, self.out / model.name / task.name) for model in self.models for task in self.tasks]
+        places = [(model.name, task.name, self.out / model.name / task.name) for model, task in self.evaluated]
         return [
-            {
-                "run": model.name,
-                "task": task.name,
-                "seconds": json.loads((place / "inputs.json").read_text())["seconds"],
-            }
-            for model, task, place in places
-            if model.info["model"] and (place / "inputs.json").is_file()
+            {"run": run, "task": task, "seconds": json.loads((place / "inputs.json").read_text())["seconds"]}
+            for run, task, place in places
         ]
 
 
-def read_scores(folder: Path, task: TaskFile) -> dict[str, Score]:
+def read_scores(folder: Path, task: Task) -> dict[str, Score]:
     """Scores by metric of one finished evaluation; values and, where it has some, standard errors are lm-eval's."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     with (folder / "samples.jsonl").open(encoding="utf-8") as handle:
@@ -187,7 +173,7 @@ def read_scores(folder: Path, task: TaskFile) -> dict[str, Score]:
     return scores
 
 
-def above_chance(score: Score, task: TaskFile, metric: str) -> bool | None:
+def above_chance(score: Score, task: Task, metric: str) -> bool | None:
     """Tell if a score is beyond chance and beyond the best constant answer, by its 95 % interval."""
     levels = [task.reference.get(key, {}).get(metric) for key in ("chance", "best_constant")]
     return beats(score.value, score.stderr, levels, task.metrics[metric])

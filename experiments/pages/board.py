@@ -2,33 +2,14 @@
 
 A row comes from ``summary.csv`` of a study, or from ``best.csv`` of a tuning budget, and a study joins by its analysis
 (``ANALYSES``): a new method, variant or study needs nothing here. The page holds the rows as one JSON list, from which
-its plot and switches work. The fields of a row:
-
-==============  =====================================================================================================
-``study``       name of the study; methods of one study share model, data and length, those of two do not
-``setting``     the study's title
-``scale``       of the runs, e.g. ``ci``
-``variant``     name of the variant in its study
-``label``       what the variant is called where people read it
-``family``      key of ``FAMILIES``, by the compressor's file and the policy
-``n``           seeds that finished; ``seeds``: seeds in all
-``bytes``       gradient bytes sent by a replica over the run, as a share of an fp32 all-reduce; ``bytes_bf16``: of a
-                bf16 one, twice as much
-``gap``         mean over seeds of the validation loss less that of the uncompressed run of the same seed, nats
-``low, high``   its 95 % t interval over seeds; null with one seed
-``verdict``     of the test that the gap lies within the margin; empty where none was made
-``source``      the table below the scale's folder
-``shown``       the numbers above as the table writes them
-==============  =====================================================================================================
-
-Numbers that are missing, of a diverged run for one, are null: such a row is in the table and not in the plot.
+its plot and switches work. Numbers that are missing, of a diverged run for one, are null: such a row is in the table,
+not in the plot.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
-
-import pandas as pd
 
 from edgc.config import methods
 from experiments.analyse.tables import bf16_ratio
@@ -46,14 +27,12 @@ FAMILIES = {
     "given": "given ranks",
     "other": "other",
 }
-MODULES = {  # files of compressors -> family; a new file in one of these folders joins by itself
+MODULES = {  # beginning of a compressor's module -> family, the first that fits; a new file joins by itself
     "edgc.compressors.dense": "dense",
-    "edgc.compressors.entrywise.quantize": "quantization",
-    "edgc.compressors.natural": "quantization",
-    "edgc.compressors.quantization": "quantization",
-    "edgc.compressors.entrywise": "sparsification",
+    "edgc.compressors.entrywise.sparse": "sparsification",
     "edgc.compressors.powersgd": "powersgd",
-    "edgc.control.policies": "edgc",
+    "edgc.compressors": "quantization",
+    "edgc.control": "edgc",
 }
 GIVEN = ("fixed", "schedule", "given")  # policies that follow nothing
 
@@ -63,62 +42,57 @@ def family_of(method: str, policy: str) -> str:
     if method == "edgc" and policy in GIVEN:
         return "given"
     module = next((kind.__module__ for kind in methods() if kind.method == method), "")
-    known = [name for name in MODULES if f"{module}.".startswith(f"{name}.")]
-    return MODULES[max(known, key=len)] if known else "other"
+    return next((family for start, family in MODULES.items() if module.startswith(start)), "other")
 
 
-def _sources(kept: Kept) -> dict[str, str]:
-    """The table of each study that compares methods."""
-    return {name: ANALYSES[study.analysis] for name, study in kept.studies.items() if study.analysis in ANALYSES}
+@dataclass(frozen=True)
+class Row:
+    """A variant of a study, as the board shows it."""
+
+    study: str  # methods of one study share model, data and length, those of two do not
+    setting: str  # the study's title
+    scale: str
+    source: str  # the table below the scale's folder
+    variant: str
+    label: str  # what the variant is called where people read it
+    family: str  # key of ``FAMILIES``
+    n: int  # seeds that finished
+    seeds: int
+    bytes: float | None  # gradient bytes sent by a replica over the run, as a share of an fp32 all-reduce
+    bytes_bf16: float | None  # of a bf16 one, twice as much
+    gap: float | None  # mean over seeds of the validation loss less that of the uncompressed run of the seed, nats
+    low: float | None  # of its 95 % t interval over seeds; None with one seed
+    high: float | None
+    verdict: str  # of the test that the gap lies within the margin; empty where none was made
 
 
-def rows(kept: Kept) -> Iterator[dict[str, Any]]:
+def rows(kept: Kept) -> Iterator[Row]:
     """Rows, study by study, in the order of the tables."""
-    for name, file in _sources(kept).items():
-        table = kept.table(f"{name}/{file}")
-        if table is None:
+    for name, study in kept.studies.items():
+        source = f"{name}/{ANALYSES.get(study.analysis or '', '')}"
+        table, runs = kept.table(source), kept.table(f"{name}/table.csv")
+        if study.analysis not in ANALYSES or table is None:
             continue
-        given = {"study": name, "setting": kept.studies[name].title, "scale": kept.scale, "source": f"{name}/{file}"}
-        for line in _with_methods(kept, name, table).to_dict("records"):
-            yield _row(given, line)
+        if runs is not None and "variant" in runs:  # which may know method and policy where the summary does not
+            lacking = [column for column in ("method", "policy") if column not in table and column in runs]
+            table = table.merge(runs.drop_duplicates("variant")[["variant", *lacking]], on="variant", how="left")
+        for line in table.to_dict("records"):
+            yield _row((name, study.title, kept.scale, source), line)
 
 
-def missing(kept: Kept) -> list[str]:
-    """Comparisons of methods that have results here, but not the table of which the board's rows come."""
-    return [f"{name}/{file}" for name, file in _sources(kept).items() if not (kept.root / name / file).is_file()]
-
-
-def _with_methods(kept: Kept, study: str, table: pd.DataFrame) -> pd.DataFrame:
-    """``table`` with the columns ``method`` and ``policy``, those that it lacks from the table of runs."""
-    runs = kept.table(f"{study}/table.csv")
-    if runs is None or "variant" not in runs:
-        return table
-    lacking = [name for name in ("method", "policy") if name not in table and name in runs]
-    return table.merge(runs.drop_duplicates("variant")[["variant", *lacking]], on="variant", how="left")
-
-
-def _row(given: dict[str, str], line: dict[str, Any]) -> dict[str, Any]:
+def _row(place: tuple[str, str, str, str], line: dict[str, Any]) -> Row:
     best = "above_best_nats" in line  # of a tuning budget: the best trial
     columns = ("bytes_ratio", "above_best_nats", "", "") if best else (
         "bytes_ratio_mean", "gap_nats_mean", "gap_nats_low", "gap_nats_high")  # fmt: skip
     share, gap, low, high = (number(line.get(name)) for name in columns)
-    method, policy = (text(line.get(name)) for name in ("method", "policy"))
+    variant, label, verdict, method, policy = (
+        text(line.get(name)) for name in ("variant", "label", "verdict", "method", "policy")
+    )
     if method == "none" and gap == 0:  # uncompressed training itself: no difference was estimated
         low = high = None
-    seeds = int(number(line.get("n")) or 0)
-    finished = number(line.get("n_ok"))
-    n = seeds if finished is None else int(finished)
-    row: dict[str, Any] = given | {name: text(line.get(name)) for name in ("variant", "label", "verdict")}
-    bf16 = None if share is None else bf16_ratio(share)
-    row |= {"family": family_of(method, policy), "n": n, "seeds": seeds, "bytes": share, "bytes_bf16": bf16}
-    shown = {
-        "n": str(n) if n == seeds else f"{n} of {seeds}",
-        "bytes": percent(share),
-        "bytes_bf16": percent(bf16),
-        "gap": nats(gap),
-        "interval": f"{nats(low)} to {nats(high)}" if low is not None else "",
-    }
-    return row | {"gap": gap, "low": low, "high": high, "shown": shown}
+    seeds, finished = int(number(line.get("n")) or 0), number(line.get("n_ok"))
+    n, bf16 = seeds if finished is None else int(finished), None if share is None else bf16_ratio(share)
+    return Row(*place, variant, label, family_of(method, policy), n, seeds, share, bf16, gap, low, high, verdict)
 
 
 def percent(share: float | None) -> str:

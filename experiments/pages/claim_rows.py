@@ -5,6 +5,7 @@ where our value is a mean of seeds, or rests on one. ``n`` are seeds, ``3 to 10`
 of them. ``studies`` are those whose tables ``evidence`` names.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable
@@ -41,7 +42,8 @@ def rows(kept: Kept, figures: Iterable[str]) -> list[dict[str, Any]] | None:
 def _row(kept: Kept, line: dict[str, Any], claim: Claim | None, figures: set[str]) -> dict[str, Any]:
     cells = {key: text(value) for key, value in line.items()}
     paths = [path for key in ("evidence", "beside") for path in cells.get(key, "").split("; ") if path]
-    tables = {name: path for path in paths if (name := _table(kept.root, path))}
+    # ``methods/table.csv`` of ``results/ci/methods/table.csv``
+    tables = {path.partition(f"/{kept.scale}/")[2]: path for path in paths if f"/{kept.scale}/" in path}
     evidence = next(iter(tables), None)
     study = evidence.partition("/")[0] if evidence else claim.study if claim else ""
     frames = [frame for name in tables if (frame := kept.table(name)) is not None and "seed" in frame]
@@ -71,12 +73,6 @@ def counted(count: int, plural: str) -> str:
     return f"{count} {plural if count != 1 else SINGULAR.get(plural, plural.removesuffix('s'))}"
 
 
-def _table(root: Path, path: str) -> str | None:
-    """``methods/table.csv`` of ``results/ci/methods/table.csv``."""
-    parts = PurePosixPath(path).parts
-    return "/".join(parts[parts.index(root.name) + 1 :]) if root.name in parts else None
-
-
 def _with_unit(words: str, unit: str) -> str:
     """Numbers with a percent sign where they are percents, with ``times`` where they are ratios; other units stand in
     the row's details."""
@@ -94,16 +90,10 @@ def interval_of(root: Path, claim: Claim, written: object) -> str:
         measured = MEASURES[claim.measure](root)
     except (Missing, KeyError):  # KeyError: a table of an earlier version lacks a column
         return ""
-    value = claim.combine(measured.values, measured.things)
-    same = value == written if isinstance(value, str) else _close(value, written)
-    return _interval(claim, measured) if same else ""
-
-
-def _close(value: float, written: object) -> bool:
-    try:
-        return math.isclose(value, float(str(written)), rel_tol=1e-5, abs_tol=1e-12)
-    except ValueError:
-        return False
+    value, same = claim.combine(measured.values, measured.things), False
+    with contextlib.suppress(ValueError):  # of words
+        same = math.isclose(float(value), float(str(written)), rel_tol=1e-5, abs_tol=1e-12)
+    return _interval(claim, measured) if same or value == written else ""
 
 
 def _interval(claim: Claim, measured: Measured) -> str:

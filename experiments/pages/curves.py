@@ -9,34 +9,30 @@ import pandas as pd
 from experiments.pages import board
 from experiments.pages.kept import Kept
 
-MOST = 200  # points of a run
-LEAST = 20
-ROOM = 1_400_000  # characters of all curves
-POINT = 22  # characters of a point: iteration, loss, bytes, commas
+POINTS = 120  # of a run
 DIGITS = 5  # significant ones of losses and bytes
 
 
-def curves(kept: Kept, room: int = ROOM) -> tuple[dict[str, Any], int]:
-    """Per study its variants and runs, and at how many points a run is drawn at most.
+def curves(kept: Kept) -> dict[str, Any]:
+    """Per study its variants and runs.
 
     A run has its iterations ``x``, its training loss ``y`` (trailing mean, nats), the gradient bytes ``b`` sent so far
     (MB) and its validation losses ``v`` as (iteration, loss). Iterations are those that all finished runs of the study
     have, thinned evenly, so that two runs can be compared point by point.
     """
     tables = {name: kept.table(f"{name}/curves.csv") for name in kept.studies}
-    found = {name: table for name, table in tables.items() if table is not None and "train_loss" in table}
-    runs = sum(table.groupby(["variant", "seed"]).ngroups for table in found.values())
-    points = max(LEAST, min(MOST, room // (POINT * runs))) if runs else MOST
-    return {name: _study(kept, name, table, points) for name, table in found.items()}, points
+    return {
+        name: _study(kept, name, table) for name, table in tables.items() if table is not None and "train_loss" in table
+    }
 
 
-def _study(kept: Kept, name: str, table: pd.DataFrame, points: int) -> dict[str, Any]:
+def _study(kept: Kept, name: str, table: pd.DataFrame) -> dict[str, Any]:
     settings = kept.table(f"{name}/table.csv")
     families = {}
     if settings is not None and "method" in settings:
         for row in settings.drop_duplicates("variant").to_dict("records"):
             families[row["variant"]] = board.family_of(board.text(row["method"]), board.text(row.get("policy")))
-    chosen = grid(table, points)
+    chosen = grid(table)
     variants, runs = [], []
     for place, (variant, rows) in enumerate(table.groupby("variant", sort=False)):
         label = board.text(rows["label"].iloc[0])
@@ -45,12 +41,12 @@ def _study(kept: Kept, name: str, table: pd.DataFrame, points: int) -> dict[str,
     return {"title": kept.studies[name].title, "variants": variants, "runs": runs}
 
 
-def grid(table: pd.DataFrame, points: int) -> np.ndarray:
-    """At most ``points`` iterations, evenly among those that all runs of full length have; first and last included."""
+def grid(table: pd.DataFrame) -> np.ndarray:
+    """At most ``POINTS`` iterations, evenly among those that all runs of full length have; first and last included."""
     groups = [set(rows.astype(int)) for _, rows in table.groupby(["variant", "seed"])["iteration"]]
     end = max(map(max, groups))
     shared = sorted(set.intersection(*(group for group in groups if max(group) == end)))
-    return np.array(shared)[np.unique(np.linspace(0, len(shared) - 1, min(points, len(shared))).round().astype(int))]
+    return np.array(shared)[np.unique(np.linspace(0, len(shared) - 1, min(POINTS, len(shared))).round().astype(int))]
 
 
 def run(rows: pd.DataFrame, chosen: np.ndarray, variant: int) -> dict[str, Any]:

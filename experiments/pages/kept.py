@@ -6,9 +6,7 @@ where tables stand for the runs and some runs are kept as a file each.
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,19 +94,17 @@ class Kept:
         """Origin of every study's results, as far as what is kept says it:
 
         ``study``, ``title``, ``question`` and ``simulated``; links to its ``tables``; ``runs``, each with its name,
-        status and, where its folder is here, ``href``; ``seeds`` and ``statuses``, counted; ``kept``, what is there of
-        the runs, and ``archive``, a link to where; ``hours`` of all runs, as their clocks say; ``provenance`` and its
-        ``commits``, of several studies together where ``of_all``.
+        seed, status and, where its folder is here, ``href``; ``kept``, what is there of the runs, and ``archive``, a
+        link to where; ``provenance``, its ``commits`` and the fingerprints of training's ``codes``, of several studies
+        together where ``of_all``.
         """
         return {name: self._made(name, study) for name, study in self.studies.items()}
 
     def _made(self, name: str, study: Study) -> dict[str, Any]:
         folder, simulated = self.root / name, is_simulated(study)
-        runs, seeds = ([], []) if simulated or study.needs else self._runs(name)
+        runs = [] if simulated or study.needs else self._runs(name)
         kept = list(archive.checksums(folder)) if self.reference else []
         record, of_all = ({}, False) if simulated else self._provenance(name, study)
-        timings = self.table(f"{name}/timings.csv")
-        timed = timings is not None and "seconds_total" in timings
         return {
             "study": name,
             "title": study.title,
@@ -116,31 +112,30 @@ class Kept:
             "simulated": simulated,
             "tables": [self.link(path) for path in sorted(folder.glob("*.csv"))],
             "runs": runs,
-            "seeds": seeds,
-            "statuses": Counter(run["status"] for run in runs),
             "kept": _what_is_kept(simulated, study, runs, kept),
             "archive": self.link(folder / archive.FOLDER / archive.SUMS) if kept else None,
             "provenance": record,
             "of_all": of_all,
+            "codes": as_list(record.get("code")),
             "commits": [
                 str(commit["commit"])[:COMMIT] + (" + changes" if commit.get("dirty") else "")
                 for commit in as_list(record.get("git"))
                 if commit.get("commit")
             ],
-            "hours": float(timings["seconds_total"].sum()) / 3600 if timings is not None and timed else math.nan,
         }
 
-    def _runs(self, study: str) -> tuple[list[dict[str, Any]], list[int]]:
-        """Runs and seeds that the study's tables tell of."""
+    def _runs(self, study: str) -> list[dict[str, Any]]:
+        """Runs that the study's table tells of."""
         table = self.table(f"{study}/table.csv")
         if table is None or not {"variant", "seed"} <= set(table):
-            return [], []
+            return []
         runs = []
         for row in table.drop_duplicates(["variant", "seed"]).to_dict("records"):
             folder = self.root / study / f"{row['variant']}-s{row['seed']}"
             href = self.link(folder).href if folder.is_dir() else None
-            runs.append({"name": folder.name, "status": str(row.get("status", "")), "href": href})
-        return runs, sorted({int(seed) for seed in table["seed"]})
+            run = {"name": folder.name, "seed": int(row["seed"]), "status": str(row.get("status", "")), "href": href}
+            runs.append(run)
+        return runs
 
     def _provenance(self, name: str, study: Study) -> tuple[dict[str, Any], bool]:
         """Provenance of run folders, else what was kept with the study, else with all studies together."""

@@ -113,17 +113,15 @@ class PageParts:
             raise UserError(f"no verdicts are kept at scale {scale}", fix=f"make keep-claims SCALE={scale}")
         return {row["id"]: row for row in rows}
 
-    def settings(self, columns: Mapping[str, tuple[str, ...]], unknown_paper: bool = False) -> str:
+    def settings(self, columns: Mapping[str, tuple[str, ...]]) -> str:
         """Settings side by side; a column is named, and is a study, a scale and, by default the first, a run."""
         runs = []
         for study, scale, *name in columns.values():
             real = "paper" if is_simulated(matrix.load_study(study)) else scale
             runs.append((run_of(study, real, *name), _machine(study, scale)))
-        filler = [UNKNOWN] if unknown_paper else []
-        shown = {name: [field(run) for run, _ in runs] for name, field in FIELDS.items()}
-        rows = [[name, *filler, *values] for name, values in shown.items() if set(values) != {NONE}]
-        rows.append(["machine", *filler, *(machine for _, machine in runs)])
-        return markdown_table(["", *(["paper"] if filler else []), *columns], rows)
+        rows = [[name, *(field(run) for run, _ in runs)] for name, field in FIELDS.items()]
+        rows = [row for row in rows if set(row[1:]) != {NONE}]
+        return markdown_table(["", *columns], [*rows, ["machine", *(machine for _, machine in runs)]])
 
     def outcome(self, claim_ids: Sequence[str], scales: Sequence[str] = SCALES) -> str:
         """Cells of a table: the verdicts at each scale, and the kinds."""
@@ -175,11 +173,8 @@ class PageParts:
         return markdown_table([*header, "windows inside the limits, by seed"], lines)
 
     def figure(self, name: str, scale: str = "workstation") -> str:
-        """A committed figure with its caption. Raises ``UserError`` where it is not kept."""
+        """A committed figure with its caption."""
         path = KEPT / scale / "figures" / f"{name}.png"
-        if not path.is_file():
-            known = sorted(other.stem for other in path.parent.glob("*.png"))
-            raise UserError(f"figure {name!r} is not kept at scale {scale}", fix=nearest(name, known))
         caption = " ".join(figures.caption(name).replace("``", "`").split())
         words = pictures.alternative(pictures.split_title(caption, name)[0], path)
         image = f"![{words.replace('[', '(').replace(']', ')').rstrip('.')}]({link(path, self.page)})"

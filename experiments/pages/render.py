@@ -30,7 +30,7 @@ import jinja2
 import pandas as pd
 import typer
 
-from edgc.errors import UserError, nearest
+from edgc.errors import UserError
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
 from experiments.common.equivalence import interval
@@ -80,9 +80,6 @@ class _Formatter(string.Formatter):
 def cells(form: str, row: Mapping[str, Any]) -> str:
     """``form`` with the row's values in place of ``{column:format}``; a dash where all that it names is missing."""
     names = [name for _, name, _, _ in string.Formatter().parse(form) if name]
-    for name in names:
-        if name not in row:
-            raise UserError(f"there is no column {name}", fix=nearest(name, row, "columns"))
     if names and all(formatted(row[name]) == NOTHING for name in names):
         return NOTHING
     # An interval that is missing, or is a point, is left out.
@@ -91,22 +88,17 @@ def cells(form: str, row: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _read(name: str) -> pd.DataFrame:
-    path = KEPT / name
-    if not path.is_file():
-        raise UserError(f"there is no table {name}", where=KEPT, fix="correct the name, or keep the study")
-    return written_tables.read(path, keep_default_na=False, na_values=["", "nan"])
+    return written_tables.read(KEPT / name, keep_default_na=False, na_values=["", "nan"])
 
 
 def read(name: str, **equal: Any) -> pd.DataFrame:
-    """Rows of a table of ``results/reference`` whose columns have these values. Raises ``UserError``."""
+    """Rows of a table of ``results/reference`` whose columns have these values."""
     return chosen(_read(name), **equal)
 
 
 def chosen(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
-    """The rows whose columns have these values, or one of a list. Raises ``UserError`` for an unknown column."""
+    """The rows whose columns have these values, or one of a list."""
     for column, value in equal.items():
-        if column not in frame:
-            raise UserError(f"there is no column {column}", fix=nearest(column, frame, "columns"))
         frame = frame[frame[column].isin(value if isinstance(value, (list, tuple)) else [value])]
     return frame
 
@@ -235,7 +227,7 @@ def rendered(template: Path) -> str:
         return environment(target(template)).get_template(name).render()
     except jinja2.TemplateSyntaxError as error:
         message, line, fix = str(error), error.lineno, "correct the template"
-    except (UserError, jinja2.UndefinedError, KeyError, ValueError, AttributeError) as error:
+    except (UserError, jinja2.UndefinedError, LookupError, ValueError, AttributeError, OSError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(template)), 0) or 0
         message, fix = f"{type(error).__name__}: {error}", "correct the template"

@@ -5,11 +5,9 @@ there, so it works on a finished workflow (``--results results``) and on what is
 results/reference``); what is missing is named where it would stand. The same tables give the same bytes.
 """
 
-import itertools
 import json
-import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +24,6 @@ from experiments.pages.kept import Kept, as_list
 
 TEMPLATES = Path(__file__).with_name("templates")
 TRIMMED: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
-LIMIT = 5_000_000  # bytes of the page
-SPARE = 20_000  # bytes between what is counted and what is written
 BADGES = {  # verdict -> class of its look; the word is always beside it
     "supported": "good",
     "on par": "good",
@@ -45,14 +41,6 @@ BADGES = {  # verdict -> class of its look; the word is always beside it
 }
 
 
-@dataclass(frozen=True)
-class Page:
-    """A page and what had to be left out of it."""
-
-    html: str
-    left_out: list[str]  # figures that did not fit, the largest
-
-
 def as_json(value: object) -> Markup:
     """JSON that may stand inside a script element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -67,20 +55,13 @@ def environment() -> Environment:
     made.filters |= {
         "json": as_json,
         "badge": lambda verdict: BADGES.get(verdict, "none"),
-        "hours": duration,
+        "percent": board.percent,
+        "nats": board.nats,
         "counted": claim_rows.counted,
     }
     # A style sheet or script of ours, as it stands.
     made.globals["inlined"] = lambda name: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
     return made
-
-
-def duration(hours: float) -> str:
-    """Hours and minutes; empty where it is not known."""
-    if math.isnan(hours):
-        return ""
-    minutes = round(60 * hours)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def machines(kept: Kept) -> list[dict[str, Any]]:
@@ -91,8 +72,7 @@ def machines(kept: Kept) -> list[dict[str, Any]]:
             new = {"hardware": hardware, "studies": [], "versions": []}
             entry = known.setdefault(json.dumps(hardware, sort_keys=True), new)
             entry["studies"].append(study["study"])
-            versions = as_list(study["provenance"].get("versions"))
-            entry["versions"] += [version for version in versions if version not in entry["versions"]]
+            entry["versions"] += [v for v in as_list(study["provenance"].get("versions")) if v not in entry["versions"]]
     return list(known.values())
 
 
@@ -102,8 +82,7 @@ def contents(kept: Kept) -> dict[str, Any]:
     figures = {picture.name: picture for picture in shown if not picture.group}
     claims = claim_rows.rows(kept, figures)
     rows = [row for results in (kept, *kept.beside) for row in board.rows(results)]
-    rows.sort(key=lambda row: row["n"] < 2)  # one seed tells least
-    runs, points = curves.curves(kept)
+    rows.sort(key=lambda row: row.n < 2)  # one seed tells least
     return {
         "scale": kept.scale,
         "reference": kept.reference,
@@ -112,32 +91,21 @@ def contents(kept: Kept) -> dict[str, Any]:
         "verdicts": claim_rows.VERDICTS,
         "figures": figures,
         "pictures": shown,
-        "board": rows,
-        "board_missing": board.missing(kept),
+        "board": [asdict(row) for row in rows],
         "families": board.FAMILIES,
         "margin": loss_margin(),
-        "curves": runs,
-        "points": points,
-        "thinned": points < curves.MOST,
+        "curves": curves.curves(kept),
+        "points": curves.POINTS,
         "digits": curves.DIGITS,
         "made": kept.made,
         "machines": machines(kept),
-        "others": [kept.link(path) for name in ("claims.csv", "runs.csv") if (path := kept.root / name).is_file()],
+        "others": [kept.link(path) for path in [kept.root / "claims.csv"] if path.is_file()],
     }
 
 
-def render(kept: Kept) -> Page:
-    """The page of ``kept``; ``UserError`` where it would be too large even without figures."""
-    values = contents(kept)
-    template = environment().get_template("report.html.j2")
-    room = LIMIT - SPARE - len(template.render(**values, left_out=values["pictures"]).encode())
-    if room < 0:
-        fix = "report fewer studies: remove the folders of some from the results"
-        raise UserError(f"the report is {-room} bytes over {LIMIT} without figures", where=kept.root, fix=fix)
-    by_size = sorted(values["pictures"], key=lambda picture: len(picture.source))
-    sizes = itertools.accumulate(len(picture.source) for picture in by_size)
-    left_out = [picture for picture, size in zip(by_size, sizes, strict=True) if size > room]
-    return Page(template.render(**values, left_out=left_out), [picture.name for picture in left_out])
+def render(kept: Kept) -> str:
+    """The page of ``kept``."""
+    return environment().get_template("report.html.j2").render(**contents(kept))
 
 
 @main_guard
@@ -155,9 +123,8 @@ def main(
         raise UserError(f"no results at scale {scale}", where=results / scale, fix=fix)
     target = out or place_of_output(results / scale) / "report.html"
     page = render(Kept(root, target))
-    atomic_write(target, page.html)
-    left = f"; too large to be embedded: {', '.join(page.left_out)}" if page.left_out else ""
-    print(f"{target} ({len(page.html.encode()) / 1e6:.1f} MB{left})")
+    atomic_write(target, page)
+    print(f"{target} ({len(page.encode()) / 1e6:.1f} MB)")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ stages or links differ, or are congested for a while).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -19,12 +20,11 @@ from typing import Annotated, Any, NamedTuple
 import pandas as pd
 import typer
 
-from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import check_writable
 from experiments.common.written_tables import write_text
 from experiments.simulation import rank_trace
-from experiments.simulation.cluster_model import boundary, load_model
+from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import KIND, Model, of_method, reduction, step
 from experiments.simulation.scenarios import Case, Scenarios, load_scenarios, model_of
 
@@ -67,9 +67,23 @@ def break_even(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     for key, cluster in scenarios.clusters.items():
         model = model_of(scenarios.of, cluster, cluster.reference)
         for overlap, name, percent in product((False, True), scenarios.methods, SAVED):
-            gbits = boundary(partial(saved_at, model, name, overlap), percent, LEAST, MOST, PRECISION)
+            gbits = boundary(partial(saved_at, model, name, overlap), percent)
             row = {"cluster": key, "label": cluster.label, "overlap": overlap, "method": name}
             yield row | {"saved_percent": percent, "gbits_per_second": gbits}
+
+
+def boundary(saved: Callable[[float], float], percent: float) -> float | None:
+    """Gbit/s up to which ``percent`` is saved, to a factor :data:`PRECISION` below it, given what is saved by
+    bandwidth, which falls with it; None and infinity beyond :data:`LEAST` and :data:`MOST`."""
+    low, high = LEAST, MOST
+    if saved(low) < percent:
+        return None
+    if saved(high) >= percent:
+        return math.inf
+    while high / low > PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if saved(middle) >= percent else (low, middle)
+    return low
 
 
 def saved_at(model: Model, name: str, overlap: bool, gbits: float) -> float:
@@ -142,23 +156,17 @@ def disturbances(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     the same run without one of the two tells. Left out: links between stages keep their speed, and a measurement costs
     nothing. ``measured`` is how often the controller has measured its times, ``mean_ranks`` per stage while it
     compressed.
-
-    Raises:
-        UserError: an entropy that was not recorded.
     """
     chosen = scenarios.disturbances
     if chosen is None:
         return
     even = replace(load_model(scenarios.of), gbits=chosen.gbits_per_second)
-    run, known = rank_trace.edgc_run(scenarios.of), rank_trace.recorded()
-    if chosen.entropy not in known:
-        problem = f"disturbances.entropy = {chosen.entropy!r} was not recorded"
-        raise UserError(problem, where=rank_trace.PATH, fix=f"use one of {', '.join(known)}")
+    run, entropy = rank_trace.edgc_run(scenarios.of), rank_trace.recorded()[chosen.entropy]
     fixed = ("none", *(name for name in scenarios.methods if name != "edgc"))
     for key, case in chosen.cases.items():
         conditions = course(even, case, run.train.iterations)
         traces = {
-            name: rank_trace.follow(conditions, known[chosen.entropy], replace(run.edgc, **changes))
+            name: rank_trace.follow(conditions, entropy, replace(run.edgc, **changes))
             for name, changes in CONTROLLERS.items()
         }
         about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
@@ -182,7 +190,7 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     for name, frame in tables.items():
         text = frame.assign(kind=KIND).to_csv(index=False, lineterminator="\n", float_format="%.6g")
         write_text(out / f"{name}.csv", text)
-    print(f"{out}: table.csv break_even.csv sensitivity.csv disturbances.csv ({KIND})")
+    print(f"{out}: {' '.join(RESULTS)} ({KIND})")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,8 @@ with its source and kind (measured, cited or assumed); the formulas and what the
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +20,12 @@ from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.written_tables import csv_text, write_text
 from experiments.simulation import rank_trace
-from experiments.simulation.cost import KIND, RANK_MULTIPLE, Cost, Model, StageCost, of_method, reduction, step
+from experiments.simulation.cost import KIND, Model, of_method, reduction, step
 from experiments.simulation.inputs import load_cluster
 from experiments.simulation.placement import FP32_BYTES, build, groups_sharing_a_node, shape_of, study_run
 from experiments.spec.matrix import load_study
 
 RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "summary.json")
-DETAILS = ("moves.csv",)
-EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possible saving is told
 
 
 def load_model(study: str) -> Model:
@@ -49,10 +43,10 @@ def sweep(model: Model) -> Iterator[Model]:
         yield replace(model, gbits=gbits)
 
 
-def table(model: Model) -> list[dict[str, Any]]:
+def table(models: Sequence[Model]) -> list[dict[str, Any]]:
     """One row per bandwidth, method and stage, and one for the stage that takes longest (``slowest``)."""
     rows = []
-    for at in sweep(model):
+    for at in models:
         base = {stage.stage: at.none(stage) for stage in at.stages}
         slowest_base = max(base.values(), key=lambda cost: cost.seconds)
         for name, (rank, method) in at.methods().items():
@@ -85,7 +79,7 @@ def stage_table(model: Model) -> list[dict[str, Any]]:
             "layers": stage.layers,
             "parameters": stage.parameters,
             "matrices": len(stage.matrices),
-            "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in Counter(stage.matrices).items()),
+            "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in stage.shapes.items()),
             "bytes_dense": sum(stage.dense_payload()),
             "bytes_dense_rest": FP32_BYTES * stage.dense_rest,
             "memory_bytes": 4 * FP32_BYTES * stage.parameters,
@@ -95,11 +89,11 @@ def stage_table(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def step_table(model: Model) -> list[dict[str, Any]]:
+def step_table(models: Sequence[Model]) -> list[dict[str, Any]]:
     """A row per bandwidth, method, and whether reductions overlap with backward; what is saved is of the uncompressed
     step that overlaps as much."""
     rows = []
-    for at in sweep(model):
+    for at in models:
         for overlap in (False, True):
             base = step(at, at.none, overlap=overlap)
             for name, (rank, _) in at.methods().items():
@@ -112,56 +106,9 @@ def step_table(model: Model) -> list[dict[str, Any]]:
     return rows
 
 
-def bandwidth_where(model: Model, cost: Callable[[Model], StageCost], percent: float) -> float | None:
-    """Gbit/s per node up to which a method of fixed size saves ``percent``, its compression time counted; None if it
-    is not reached even at 1 Mbit/s, infinity if still at 1 Pbit/s."""
-
-    def saved(gbits: float) -> float:
-        at = replace(model, gbits=gbits)
-        return reduction(at.slowest(cost(at)).seconds, at.slowest(at.none).seconds)
-
-    return boundary(saved, percent, 1e-3, 1e6, precision=1 + 1e-12)
-
-
-def boundary(
-    saved: Callable[[float], float], percent: float, low: float, high: float, precision: float
-) -> float | None:
-    """Bandwidth (Gbit/s) up to which ``percent`` is saved, given what is saved by bandwidth: to a factor
-    ``precision`` below it.
-
-    Bisection, as what is saved falls with the bandwidth; None and infinity beyond ``low`` and ``high``.
-    """
-    if saved(low) < percent:
-        return None
-    if saved(high) >= percent:
-        return math.inf
-    while high / low > precision:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if saved(middle) >= percent else (low, middle)
-    return low
-
-
-def edgc_at_claim(model: Model, percent: float) -> dict[str, Any]:
-    """The searched ranks, and the largest mean rank at which a whole run still saves ``percent``."""
-    ranks = model.edgc_ranks()
-    if ranks is None:
-        return {"r_min": None, "r_max": None, "mean_rank": None, "rank_for_claim": None}
-    limit = model.slowest(model.none).seconds
-
-    def saves(rank: int) -> bool:
-        return reduction(model.slowest(partial(model.edgc, rank=rank)).seconds, limit) >= percent
-
-    at_claim = next(filter(saves, range(ranks[2], 0, -RANK_MULTIPLE)), None)
-    return {"r_min": ranks[0], "r_max": ranks[2], "mean_rank": ranks[1], "rank_for_claim": at_claim}
-
-
 def summary(study: str, model: Model) -> dict[str, Any]:
-    """Totals, inputs with their sources, and where the paper's figure falls."""
-    percent = model.cluster.paper.reduction_percent.value
-    low_rank = (f"powersgd_r{rank}" for rank in model.cluster.methods.powersgd_ranks.value)
-    fixed = ("bf16", "topk", "int8", "int4", *low_rank)
-    reach = {name: bandwidth_where(model, methodcaller("method", name), percent) for name in fixed}
-    shape = model.shape
+    """The job, what the paper claims, and all inputs with their sources."""
+    shape, paper = model.shape, model.cluster.paper
     return {
         "study": study,
         "title": load_study(study).title,
@@ -169,41 +116,23 @@ def summary(study: str, model: Model) -> dict[str, Any]:
         "parameters": shape.unique_parameters,
         "parameters_allocated": shape.allocated_parameters,
         "parallel": {"tensor": shape.tensor, "pipeline": shape.pipeline, "data": shape.data},
-        "padded_vocabulary": shape.padded_vocab,
-        "groups_sharing_a_node": model.sharing,
-        "paper_reduction_percent": percent,
-        "paper_time_reduction_percent": model.cluster.paper.time_reduction_percent.value,
-        "share_of_step_in_uncompressed_reduction": {f"{at.gbits:g}": shares(at) for at in sweep(model)},
-        "gbits_up_to_which_the_paper_reduction_is_reached": {
-            name: "always" if value == math.inf else None if value is None else float(f"{value:.6g}")
-            for name, value in reach.items()
-        },
-        "edgc": {f"{at.gbits:g}": edgc_at_claim(at, percent) for at in sweep(model)},
+        "paper_reduction_percent": paper.reduction_percent.value,
+        "paper_time_reduction_percent": paper.time_reduction_percent.value,
         "inputs": model.cluster.model_dump(),
     }
 
 
-def shares(model: Model) -> dict[str, float]:
-    """Largest part of an uncompressed step that any method could save, by the assumed share of the peak."""
-    found = {}
-    for value in EFFICIENCIES:
-        at = model.assuming("compute", "step_efficiency", value)
-        free = step(at, lambda _: Cost(0.0, 0.0), overlap=False).seconds
-        found[f"{value:g}"] = round(1 - free / step(at, at.none, overlap=False).seconds, 6)
-    return found
-
-
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
-    """Write table.csv, stages.csv, steps.csv, traces.csv, moves.csv and summary.json (last) of a simulated cluster."""
+    """Write table.csv, stages.csv, steps.csv, traces.csv and summary.json (last) of a simulated cluster."""
     model = load_model(study)
     check_writable(out)
-    traces, moves = rank_trace.tables(study, list(sweep(model)))
-    tables = {"table": table(model), "stages": stage_table(model), "steps": step_table(model)}
-    for name, rows in (tables | {"traces": traces, "moves": moves}).items():
+    models = list(sweep(model))
+    tables = {"table": table(models), "stages": stage_table(model), "steps": step_table(models)}
+    for name, rows in (tables | {"traces": rank_trace.table(study, models)}).items():
         write_text(out / f"{name}.csv", csv_text(rows))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
-    print(f"{out}: table.csv stages.csv steps.csv traces.csv moves.csv summary.json ({KIND})")
+    print(f"{out}: {' '.join(RESULTS)} ({KIND})")
 
 
 if __name__ == "__main__":

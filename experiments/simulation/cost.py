@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 from experiments.simulation.inputs import ClusterConfig
@@ -90,17 +90,12 @@ MethodCost = Callable[Concatenate["Model", StageShard, P], Cost]
 
 
 def of_parts(method: MethodCost[P]) -> MethodCost[P]:
-    """A method's cost on a stage as the sum of those of its parts (:meth:`Model.parts`), computed once."""
+    """A method's cost on a stage as the sum of those of its parts (:meth:`Model.parts`)."""
 
     @wraps(method)
     def whole(self: Model, stage: StageShard, *args: P.args, **options: P.kwargs) -> Cost:
-        key = (method.__name__, id(stage), args, tuple(sorted(options.items())))
-        if key not in self.memory:
-            first, *others = (method(model, part, *args, **options) for model, part in self.parts(stage))
-            # The stage, too: its id is its own only while it lives.
-            self.memory[key] = stage, sum(others, first)
-        found: Cost = self.memory[key][1]
-        return found
+        first, *others = (method(model, part, *args, **options) for model, part in self.parts(stage))
+        return sum(others, first)
 
     return whole
 
@@ -123,11 +118,6 @@ class Model:
     gbits: float
     links: Sequence[float] = ()
     devices: Sequence[float] = ()
-
-    @cached_property
-    def memory(self) -> dict[Hashable, Any]:
-        """Memory of what was computed from the model, which never changes."""
-        return {}
 
     def assuming(self, section: str, key: str, value: Any) -> Model:
         """The same with another value of one input."""
@@ -186,7 +176,7 @@ class Model:
 
         ``bits`` per entry, one fp32 scale per block; the dense rest travels in fp32 with it.
         """
-        matrices = sum(m * n for m, n in stage.matrices)
+        matrices = stage.parameters - stage.dense_rest
         scales = -(-matrices // self.cluster.methods.int8_block.value)
         message = matrices * bits // 8 + FP32_BYTES * (scales + stage.dense_rest)
         passes = self.cluster.methods.memory_passes.value.int8
@@ -196,10 +186,10 @@ class Model:
     def topk(self, stage: StageShard) -> Cost:
         """Largest entries of every matrix as fp32 value and int32 index, all-gathered; dense rest reduced."""
         share = self.cluster.methods.topk_fraction.value
-        entries = sum(m * n for m, n in stage.matrices)
-        entries_sent = sum(max(1, round(share * m * n)) for m, n in stage.matrices)
+        entries_sent = sum(count * max(1, round(share * m * n)) for (m, n), count in stage.shapes.items())
         sparse, passes = 2 * FP32_BYTES * entries_sent, self.cluster.methods.memory_passes.value.topk
-        dense = self._reduced(stage, (FP32_BYTES * stage.dense_rest,), self.passes(entries, passes))
+        compress = self.passes(stage.parameters - stage.dense_rest, passes)
+        dense = self._reduced(stage, (FP32_BYTES * stage.dense_rest,), compress)
         return dense + Cost(sparse, self._gather(sparse, stage), latency=self._gather(0.0, stage))
 
     @of_parts
@@ -212,11 +202,11 @@ class Model:
         used = stage.factored(rank, always=always)
         gpu = self.cluster.gpu
         peak = gpu.fp32_flops.value
-        products = sum(8.0 * m * n * r for m, n, r in used) / (peak * gpu.gemm_efficiency.value)
-        qr = sum(4.0 * m * r**2 for m, _, r in used) / (peak * gpu.orthogonalise_efficiency.value)
-        entries = sum(m * n for m, n, _ in used)
+        products = sum(8.0 * count * m * n * r for m, n, r, count in used) / (peak * gpu.gemm_efficiency.value)
+        qr = sum(4.0 * count * m * r**2 for m, _, r, count in used) / (peak * gpu.orthogonalise_efficiency.value)
+        entries = sum(count * m * n for m, n, _, count in used)
         passes = self.passes(entries, self.cluster.methods.memory_passes.value.powersgd)
-        launches = len(used) * gpu.seconds_per_matrix.value
+        launches = sum(count for *_, count in used) * gpu.seconds_per_matrix.value
         return self._reduced(stage, messages, products + qr + passes + launches)
 
     def other(self, stage: StageShard) -> float:
@@ -262,7 +252,7 @@ class Model:
         Every matrix is factored, as where the paper times it; so time grows with the rank: bisected.
         """
         limit = self.slowest(self.none).seconds
-        largest = max(min(m, n) for s in self.stages for m, n in s.matrices)
+        largest = max(min(shape) for s in self.stages for shape in s.shapes)
         ranks = range(RANK_MULTIPLE, largest + 1, RANK_MULTIPLE)
 
         def seconds(rank: int) -> float:

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from edgc.control.settings import PolicyConfig
@@ -35,21 +34,18 @@ from experiments.spec.settings import RunConfig
 GIB = 2**30
 
 
-def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
+def chosen(study: str, method: str | None) -> list[RunConfig]:
     """One run of each variant that a dry run can follow, or the one called ``method``.
 
     Raises:
-        UserError: the study has no runs at this scale, none called so, or one that a dry run cannot follow.
+        UserError: the study has no run called so, or one that a dry run cannot follow.
     """
     from experiments.simulation.virtual_rank import not_followed
 
-    runs = {run.variant: run for run in reversed(matrix.runs(study, scale))}
-    where = matrix.study_path(study)
-    if not runs:
-        raise UserError(f"study {study} has no runs at scale {scale}", where=where, fix="use --scale paper")
+    runs = {run.variant: run for run in reversed(matrix.runs(study, "paper"))}
     if method is not None and method not in runs:
         fix = f"use one of {', '.join(sorted(runs))}"
-        raise UserError(f"study {study} has no method {method!r}", where=where, fix=fix)
+        raise UserError(f"study {study} has no method {method!r}", where=matrix.study_path(study), fix=fix)
     followed = []
     for run in reversed(runs.values()) if method is None else [runs[method]]:
         reason = not_followed(run)
@@ -62,9 +58,7 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
     return followed
 
 
-def rows(
-    study: str, scale: str, memory: int, *, method: str | None, rank: int, every_rank: bool
-) -> Iterator[dict[str, Any]]:
+def rows(study: str, memory: int, *, method: str | None, rank: int, every_rank: bool) -> Iterator[dict[str, Any]]:
     """Rows of all numbers, in bytes: one for each method and pipeline stage of ``study``, or for each rank of it.
 
     The first rank of a stage stands for all: every tensor-parallel shard has the same shapes, and every replica the
@@ -77,23 +71,20 @@ def rows(
     from experiments.simulation.virtual_rank import VirtualRank
 
     work = []
-    for run in chosen(study, scale, method):
+    for run in chosen(study, method):
         shape = placement.shape_of(run)
         work += [(run, shape, stage) for stage in placement.build(shape)]
-    console = Console(stderr=True)
-    for number, (run, shape, stage) in enumerate(track(work, f"{study}: stages", console=console, transient=True), 1):
-        if not console.is_terminal:  # a bar would not be seen
-            print(f"[{number}/{len(work)}] {run.label}, stage {stage.stage}", file=sys.stderr, flush=True)
+    for number, (run, shape, stage) in enumerate(work, 1):
+        print(f"[{number}/{len(work)}] {run.label}, stage {stage.stage}", file=sys.stderr, flush=True)
         config, alike = run.edgc, shape.tensor * shape.data
         used = config.r_max or rank if isinstance(config, PolicyConfig) else config.fixed_rank
         virtual = VirtualRank(run, stage.stage * alike)
         step = virtual.step(used if config.method == "edgc" else None)
-        formula = virtual.in_flight * placement.stage_activations(run, stage.stage, shape.padded_vocab)
         about = {"pipeline": stage.stage, "ranks_alike": alike, "layers": stage.layers, "parameters": stage.parameters}
         for key, size in asdict(step).items():
             about["micro_batches_in_flight" if key == "in_flight" else f"bytes_{key}"] = size
         about["bytes_activations_in_flight"] = step.all_activations
-        about |= {"bytes_activations_by_formula": round(formula), "bytes_total": step.total, "bytes_gpu": memory}
+        about |= {"bytes_total": step.total, "bytes_gpu": memory}
         about |= {"fits": str(step.total <= memory).lower(), "label": run.label}
         for place in range(alike if every_rank else 1):  # Megatron's order: tensor fastest, then data, then pipeline
             data, tensor = divmod(place, shape.tensor)
@@ -104,12 +95,12 @@ def rows(
 def as_table(rows: list[dict[str, Any]], title: str, shape: GPTShape, *, every_rank: bool) -> Table:
     """For people: GiB of memory, MB sent."""
     columns = ["method", "r", "PP", "TP", "DP", "ranks", "layers", "parameters", "param.", "grad.", "Adam",
-               "activations", "by formula", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
-    sizes = ("parameters", "gradients", "optimizer", "activations_in_flight", "activations_by_formula",
+               "activations", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
+    sizes = ("parameters", "gradients", "optimizer", "activations_in_flight",
              "error_feedback", "buffers", "work", "total")  # fmt: skip
     table = Table(*columns, title=title)
     for row in rows:
-        kept = sum(row[f"bytes_{key}"] for key in (*sizes[:4], "error_feedback", "buffers"))
+        kept = sum(row[f"bytes_{key}"] for key in sizes[:6])
         shown = row | {"bytes_work": max(0, row["bytes_total"] - kept)}
         numbers = [f"{shown[f'bytes_{key}'] / GIB:.2f}" for key in sizes]
         place = [str(row["tensor"]), str(row["data"]), "1"]
@@ -135,7 +126,6 @@ def verdict(rows: list[dict[str, Any]], memory: int, name: str) -> str:
 @main_guard
 def main(
     study: Annotated[str, typer.Option(help="A study with a `cluster` section.")],
-    scale: Annotated[str, typer.Option(help="Scale whose runs are looked at.")] = "paper",
     method: Annotated[str | None, typer.Option(help="One variant of the study [all].")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank where a controller decides it.")] = 64,
     every_rank: Annotated[bool, typer.Option("--every-rank", help="A line for each rank.")] = False,
@@ -144,7 +134,7 @@ def main(
     """Print what each rank holds and sends; with --out also as CSV."""
     gpu, shape = load_cluster(study).gpu, placement.shape_of(placement.study_run(study))
     memory = gpu.memory_bytes.value
-    lines = list(rows(study, scale, memory, method=method, rank=rank, every_rank=every_rank))
+    lines = list(rows(study, memory, method=method, rank=rank, every_rank=every_rank))
     parallel = f"TP{shape.tensor} PP{shape.pipeline} DP{shape.data}"
     wide = Console(width=None if sys.stdout.isatty() else 240)
     wide.print(as_table(lines, f"{study}: {parallel}, GiB per GPU", shape, every_rank=every_rank))

@@ -1,4 +1,4 @@
-"""Parameters and activations on each pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
+"""Parameters on each pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
 
 Everything is integer arithmetic: no torch, no allocation, so the 12.1 B model takes milliseconds. The names,
 the order and the local shapes are those of Megatron-Core's ``GPTModel`` with the local layer spec and learned
@@ -7,6 +7,7 @@ positions; the tests compare them with models that Megatron itself builds. Sourc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,6 @@ from experiments.spec.matrix import load_study, study_path
 from experiments.spec.settings import RunConfig, layer_matrices, padded_vocabulary, resolve
 
 FP32_BYTES = 4
-ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MIN_COMPRESSION_ELEMENTS = EDGCConfig().min_compression_elements
 
 
@@ -132,6 +132,11 @@ class StageShard:
         return tuple((rows, columns) for rows, columns in large)
 
     @cached_property
+    def shapes(self) -> Counter[tuple[int, int]]:
+        """How many :attr:`matrices` there are of every shape."""
+        return Counter(self.matrices)
+
+    @cached_property
     def dense_rest(self) -> int:
         """Entries that no method compresses: layernorms, biases and matrices below the threshold."""
         return self.parameters - sum(m * n for m, n in self.matrices)
@@ -140,15 +145,13 @@ class StageShard:
         """One reduction of every gradient entry."""
         return (bytes_per_entry * self.parameters,)
 
-    def factored(self, rank: int, *, always: bool = False) -> tuple[tuple[int, int, int], ...]:
-        """(rows, columns, rank) of the matrices that PowerSGD factors; the rank is at most the smaller side.
+    def factored(self, rank: int, *, always: bool = False) -> list[tuple[int, int, int, int]]:
+        """(Rows, columns, rank, number) of the matrices that PowerSGD factors; the rank is at most the smaller side.
 
         A matrix whose factors are not smaller than itself is sent dense, unless ``always``.
         """
-        if rank < 1:
-            raise UserError(f"rank = {rank} is not valid", fix="use 1 or more")
-        used = ((m, n, min(rank, m, n)) for m, n in self.matrices)
-        return tuple((m, n, r) for m, n, r in used if always or r * (m + n) < m * n)
+        used = ((m, n, min(rank, m, n), count) for (m, n), count in self.shapes.items())
+        return [(m, n, r, count) for m, n, r, count in used if always or r * (m + n) < m * n]
 
     def powersgd_payload(self, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> tuple[int, ...]:
         """First P (m x r) together with everything dense in fp32, then Q (n x r); scales of int8 factors not counted.
@@ -156,9 +159,9 @@ class StageShard:
         Source: PowerSGD, arXiv 1905.13727, algorithm 1.
         """
         used = self.factored(rank, always=always)
-        dense = self.parameters - sum(m * n for m, n, _ in used)
-        first = FP32_BYTES * dense + factor_bytes * sum(m * r for m, _, r in used)
-        second = factor_bytes * sum(n * r for _, n, r in used)
+        dense = self.parameters - sum(count * m * n for m, n, _, count in used)
+        first = FP32_BYTES * dense + factor_bytes * sum(count * m * r for m, _, r, count in used)
+        second = factor_bytes * sum(count * n * r for _, n, r, count in used)
         return (first, second) if second else (first,)
 
 
@@ -231,7 +234,7 @@ def study_run(study: str) -> RunConfig:
 
 
 def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> int:
-    """Largest number of data-parallel groups that use one node's link at the same time.
+    """Largest number of data-parallel groups that use one node's link at the same time: one for each of its GPUs.
 
     Raises:
         UserError: if the cluster has not as many GPUs as the job, or if a tensor-parallel group or two
@@ -240,62 +243,9 @@ def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> in
     if nodes * gpus_per_node != shape.world:
         message = f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
         raise UserError(message, where=shape.where, fix="change the cluster or the parallel sizes")
-    if gpus_per_node % shape.tensor:
-        message = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"
-        raise UserError(message, where=shape.where, fix="keep every tensor-parallel group within a node")
-    on_node: dict[int, set[tuple[int, int]]] = {}
-    for rank in range(shape.world):  # tensor fastest, then data, then pipeline
-        tensor, data = rank % shape.tensor, rank // shape.tensor % shape.data
-        group = (tensor, rank // (shape.tensor * shape.data))
-        groups = on_node.setdefault(rank // gpus_per_node, set())
-        if group in groups:
-            message = f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group"
-            fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
-            raise UserError(message, where=shape.where, fix=fix)
-        groups.add(group)
-    return max(len(groups) for groups in on_node.values())
-
-
-def layer_activations(run: RunConfig) -> float:
-    """Bytes that one layer keeps for its backward pass, for one micro-batch on one GPU.
-
-    An independent check of what :mod:`experiments.simulation.virtual_rank` counts. With s tokens, b sequences, h hidden
-    size, a heads, t tensor-parallel ranks and w bytes an activation::
-
-        kept whole      both layernorms' inputs, the inputs of QKV and of the first MLP product     4 w s b h
-        dropout masks   after attention and MLP, 1 byte each                                        2 s b h
-        divided by t    Q and K, V, input of the projection (4 w); GeLU's input and output (8 w)    12 w s b h / t
-        scores          softmax, its dropout mask and result                                  (2 w + 1) a s s b / t
-
-    With w = 2 that is equation (2), s b h (10 + 24/t + 5 a s / (h t)). Without dropout there are no masks, and the
-    result of the scores' dropout is the softmax itself; with sequence parallelism everything is divided by t (equation
-    4). Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
-    section 4, there for 2-byte activations. Megatron's own attention keeps the scores.
-    """
-    model, t = run.model, run.parallel.tensor
-    width, length = ACTIVATION_BYTES[run.train.precision], model.sequence_length
-    tokens, masks = length * run.train.micro_batch, int(model.dropout > 0)
-    feed_forward = (model.ffn_hidden or 4 * model.hidden) / model.hidden
-    whole: float = 4 * width + 2 * masks
-    divided = (4 + 2 * feed_forward) * width
-    scores = (width * (1 + masks) + masks) * model.heads * length / model.hidden
-    if run.parallel.sequence:
-        whole /= t
-    return tokens * model.hidden * (whole + (divided + scores) / t)
-
-
-def stage_activations(run: RunConfig, stage: int, padded_vocab: int) -> float:
-    """Bytes that pipeline stage ``stage`` keeps for one micro-batch on one GPU.
-
-    The first stage adds the mask of the embedding's dropout; the last one the final layernorm's input, the input of the
-    output layer, and fp32 probabilities of its share of the vocabulary.
-    """
-    model, parallel = run.model, run.parallel
-    tokens, width = model.sequence_length * run.train.micro_batch, ACTIVATION_BYTES[run.train.precision]
-    whole = tokens * model.hidden / (parallel.tensor if parallel.sequence else 1)
-    held = model.layers / parallel.pipeline * layer_activations(run)
-    if stage == 0 and model.dropout > 0:
-        held += whole
-    if stage == parallel.pipeline - 1:
-        held += 2 * width * whole + 4 * tokens * padded_vocab / parallel.tensor
-    return held
+    # Megatron's order: tensor fastest, then data, then pipeline.
+    if gpus_per_node % shape.tensor or (shape.data > 1 and gpus_per_node > shape.tensor):
+        message = f"gpus_per_node = {gpus_per_node} does not hold one tensor-parallel group of {shape.tensor}"
+        fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
+        raise UserError(message, where=shape.where, fix=fix)
+    return gpus_per_node

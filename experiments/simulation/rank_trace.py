@@ -1,13 +1,13 @@
 """The ranks that EDGC would take on a described cluster: training's own controller, fed with recorded entropies.
 
 The controller (:class:`edgc.control.controller.Controller`) has the settings of the study's EDGC run. It is told the
-entropy that a small run had at the same share of its training (``recorded_entropy.csv``), and the seconds of a
-reduction and of backward by :mod:`experiments.simulation.cost`; so it searches r_max, ends warm-up, moves stage 0 and
-aligns the other stages as it would there. Two things are assumed: that the entropy of a large model moves over a run as
-that of a model of a million parameters did, and that the network does not change.
+entropy that a small run had at the same share of its training, and the seconds of a reduction and of backward by
+:mod:`experiments.simulation.cost`; so it searches r_max, ends warm-up, moves stage 0 and aligns the other stages as it
+would there. Two things are assumed: that the entropy of a large model moves over a run as that of a model of a million
+parameters did, and that the network does not change.
 
-``python -m experiments.simulation.rank_trace TREND`` writes ``recorded_entropy.csv`` from the table ``trend`` of study
-``entropy_trend``.
+``recorded_entropy.csv`` has the entropies: of every variant of study ``entropy_trend`` at workstation scale the first
+seed, for a mean over seeds would be smoother than what a controller sees.
 """
 
 from __future__ import annotations
@@ -17,27 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import typer
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Ranks, make_controller
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Controller
+from edgc.control.policies.base import Ranks
 from edgc.control.settings import PolicyConfig
-from edgc.errors import UserError
 from edgc.measurement.report import Report
-from experiments.common import written_tables
-from experiments.common.cli import main_guard
-from experiments.common.files import atomic_write
 from experiments.simulation.cost import KIND, Cost, Model, StageCost, forward_seconds, reduction, step
 from experiments.simulation.placement import StageShard
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 
 PATH = Path(__file__).with_name("recorded_entropy.csv")
-GROUP, ENTROPY = "<layers>", "entropy_histogram"  # large models are nearly all layers
 
 
 @dataclass(frozen=True)
@@ -56,19 +52,8 @@ class Recorded:
 
 def recorded() -> dict[str, Recorded]:
     """The entropies of ``recorded_entropy.csv``, by the run that they are of."""
-    fix = "restore it from version control, or write it again: python -m experiments.simulation.rank_trace TREND"
-    try:
-        table = pd.read_csv(PATH, dtype={"run": str, "share": float, "entropy": float})
-        entropies = {
-            str(name): Recorded(tuple(rows["share"]), tuple(rows["entropy"]))
-            for name, rows in table.groupby("run", sort=False)
-        }
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"recorded entropies cannot be read: {error}", where=PATH, fix=fix) from None
-    shares = [entropy.shares for entropy in entropies.values()]
-    if len({len(run) for run in shares}) != 1 or any(run[-1] != 1.0 for run in shares) or table.isna().any(axis=None):
-        raise UserError("recorded entropies are cut short: a run does not reach its end", where=PATH, fix=fix)
-    return entropies
+    runs = pd.read_csv(PATH).groupby("run", sort=False)
+    return {str(name): Recorded(tuple(rows["share"]), tuple(rows["entropy"])) for name, rows in runs}
 
 
 @dataclass(frozen=True)
@@ -104,14 +89,12 @@ class Trace:
 
     Attributes:
         spent: (part of the course, ranks of all stages; None: uncompressed) -> iterations.
-        moves: (iteration, phase, ranks) wherever one of the last two changed; the iteration is the first of them.
         r_min, r_max: at the end; None where nothing is compressed.
         measurements: how often the times of reductions were measured.
     """
 
     course: Course
     spent: Mapping[tuple[int, Ranks], int]
-    moves: tuple[tuple[int, str, Ranks], ...]
     r_min: int | None
     r_max: int | None
     measurements: int = 1
@@ -144,7 +127,8 @@ class Trace:
         """Mean length of a step, over the whole run."""
         total = 0.0
         for (part, ranks), count in self.spent.items():
-            total += count * step_seconds(self.course.parts[part][1], ranks, overlap=overlap)
+            model = self.course.parts[part][1]
+            total += count * step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
         return total / self.course.iterations
 
 
@@ -153,13 +137,10 @@ def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
     iterations = course.iterations
     controller = make_controller(config, [stage.matrices for stage in course.stages], iterations)
     spent: Counter[tuple[int, Ranks]] = Counter()
-    moves: list[tuple[int, str, Ranks]] = []
     iteration, measurements = 1, 0
     while iteration <= iterations:
         plan, part = controller.plan(iteration), course.part(iteration)
         part_end, model = course.parts[part]
-        if not moves or moves[-1][1:] != (plan.phase, plan.ranks):
-            moves.append((iteration, plan.phase, plan.ranks))
         last = iteration  # with this plan
         if plan.exchange:
             # The window's samples up to here.
@@ -175,7 +156,7 @@ def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
             last = max(iteration, min(end - 1, part_end))
         spent[part, plan.ranks] += last - iteration + 1
         iteration = last + 1
-    return Trace(course, spent, tuple(moves), controller.r_min, controller.r_max, measurements)
+    return Trace(course, spent, controller.r_min, controller.r_max, measurements)
 
 
 def report(model: Model, controller: Controller, iteration: int, entropy: float) -> Report:
@@ -205,34 +186,24 @@ def cost_at(model: Model, ranks: Ranks, stage: StageShard) -> Cost:
     return model.none(stage) if rank is None else model.powersgd(stage, rank)
 
 
-def step_seconds(model: Model, ranks: Ranks, *, overlap: bool) -> float:
-    """Length of a step at these ranks, one a stage."""
-    key = ("step", ranks, overlap)
-    if key not in model.memory:
-        model.memory[key] = step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
-    return float(model.memory[key])
-
-
 def edgc_run(study: str) -> RunConfig:
     """The run with EDGC of a paper-scale study."""
     return next(run for run in matrix.runs(study, "paper") if run.edgc.method == "edgc")
 
 
-def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(A row per bandwidth and recorded entropy, a row per change of ranks) of a study's EDGC run."""
+def table(study: str, models: Sequence[Model]) -> list[dict[str, Any]]:
+    """A row per bandwidth and recorded entropy of a study's EDGC run."""
     run = edgc_run(study)
     assert isinstance(run.edgc, PolicyConfig)
     # The network of the model does not change.
     config, iterations = replace(run.edgc, remeasure_above=None), run.train.iterations
     rows: list[dict[str, Any]] = []
-    moves: list[dict[str, Any]] = []
     for at in models:
         dense = at.slowest(at.none)
         base = {overlap: step(at, at.none, overlap=overlap).seconds for overlap in (False, True)}
         for name, entropy in recorded().items():
             trace = follow(Course(((iterations, at),)), entropy, config)
             slowest = at.slowest(trace.mean_cost)
-            about = {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
             saved = {
                 "communication": reduction(slowest.communication, dense.communication),
                 "with_compress": reduction(slowest.seconds, dense.seconds),
@@ -240,7 +211,7 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
                 "time_overlap": reduction(trace.mean_seconds(overlap=True), base[True]),
             }
             rows.append(
-                about
+                {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
                 | {"r_min": trace.r_min, "r_max": trace.r_max, "mean_ranks": trace.mean_ranks}
                 | {"share_uncompressed": f"{trace.share(0, None):.6g}"}
                 | {"share_at_r_max": f"{trace.share(0, trace.r_max) if trace.r_max else 0.0:.6g}"}
@@ -250,33 +221,4 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
                 | {f"reduction_{part}_percent": f"{percent:.4f}" for part, percent in saved.items()}
                 | {"kind": KIND}
             )
-            for iteration, phase, ranks in trace.moves:
-                text = "/".join("dense" if rank is None else str(rank) for rank in ranks)
-                when = {"iteration": iteration, "share": f"{(iteration - 1) / iterations:.6g}", "phase": phase}
-                moves.append(about | when | {"ranks": text, "kind": KIND})
-    return rows, moves
-
-
-def entropies(trend: pd.DataFrame) -> pd.DataFrame:
-    """Columns ``run``, ``share`` (of the run) and ``entropy`` (nats) of the layers' matrices; first seed per variant.
-
-    A mean over seeds would be smoother than what a controller sees.
-    """
-    first = trend["seed"] == trend.groupby("variant")["seed"].transform("min")
-    rows = trend[(trend["group"] == GROUP) & first]
-    share = rows["iteration"] / rows.groupby("variant")["iteration"].transform("max")
-    return pd.DataFrame({"run": rows["variant"], "share": share.round(6), "entropy": rows[ENTROPY].round(6)})
-
-
-@main_guard
-def main(trend: Annotated[Path, typer.Argument(help="trend.csv or .parquet of study entropy_trend")]) -> None:
-    """Write recorded_entropy.csv: the entropy of a run of every variant of the study, uncompressed GPTs and a BERT."""
-    path = written_tables.kept(trend)
-    if path is None:
-        fix = "run the study, or give results/reference/workstation/entropy_trend/trend.parquet"
-        raise UserError("there is no such table", where=trend, fix=fix)
-    atomic_write(PATH, entropies(written_tables.read(path)).to_csv(index=False, lineterminator="\n"))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    return rows

@@ -256,7 +256,7 @@ class VirtualRank:
             for stage in placement.build(placement.shape_of(run)):
                 used = [t for t in stage.tensors if compressible(t.shape, least)]
                 # 32 bits: fp32 gradients at every precision.
-                matrices = [adapter.Matrix((t.shape[0], t.shape[1]), 32, "embedding" in t.name) for t in used]
+                matrices = [adapter.Matrix(t.shape[0], t.shape[1], 32, "embedding" in t.name) for t in used]
                 stages.append((stage.stage, matrices))
             stages[answer[0]] = answer
             return stages

@@ -33,9 +33,8 @@ from edgc.presets import deep_merge
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import load_yaml, validate
-from experiments.spec.settings import RunConfig, lay, resolve
-from experiments.spec.study import Scale, Study, StudyLayer, check_names
-from experiments.spec.task_catalogue import Evaluation
+from experiments.spec.settings import DataConfig, RunConfig, lay, resolve
+from experiments.spec.study import Evaluation, Scale, Study, StudyLayer, check_names
 
 FOLDER = ROOT / "experiments"
 
@@ -141,22 +140,42 @@ def runs(study: str, scale: str) -> list[RunConfig]:
 
 
 def all_runs(scale: str) -> tuple[dict[str, list[RunConfig]], dict[str, UserError]]:
-    """The runs of every study at ``scale``, and the error of each study that cannot be read.
+    """The runs of every study at ``scale``, and the error of each study that cannot be read or needs such a one.
 
     Raises:
         UserError: the scale is wrong.
     """
     load_scale(scale)
-    readable: dict[str, list[RunConfig]] = {}
-    broken: dict[str, UserError] = {}
+    readable, broken, needs = dict[str, list[RunConfig]](), dict[str, UserError](), dict[str, set[str]]()
     for study in studies():
         try:
-            readable[study] = runs(study, scale)
-            if load_study(study).needs is not None:
+            definition = load_study(study)
+            needs[study] = {*(definition.needs or ()), *filter(None, [(definition.scenarios or {}).get("of")])}
+            if definition.needs:
                 evaluation(study, scale)
+            readable[study] = runs(study, scale)
         except UserError as error:
             broken[study] = error
+    for study in [name for name in readable if needs[name] & broken.keys()]:
+        broken[study] = broken[min(needs[study] & broken.keys())]
+        del readable[study]
     return readable, broken
+
+
+def data_config(scale: str, name: str) -> DataConfig:
+    """The ``data`` settings with this ``path``, of the scale or else of the first run that has them.
+
+    Raises:
+        UserError: there are none.
+    """
+    path = scale_path(scale)
+    default = validate(DataConfig, load_scale(scale).defaults.get("data", {}), f"{path}, data")
+    known = {default.path: default}
+    for run in (run for configs in all_runs(scale)[0].values() for run in configs) if name not in known else ():
+        known.setdefault(run.data.path, run.data)
+    if name not in known:
+        raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted(known)))
+    return known[name]
 
 
 def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale: str) -> dict[str, list[int]]:
@@ -260,21 +279,12 @@ def find(study: str, scale: str, name: str) -> RunConfig:
 @main_guard
 def main(study: Annotated[str, typer.Option()], scale: Annotated[str, typer.Option()] = "ci") -> None:
     """Print the runs of a study."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}")
     for run in runs(study, scale):
         model, parallel = run.model, run.parallel
-        table.add_row(
-            run.name,
-            run.label,
-            f"{model.architecture} {model.layers}x{model.hidden}",
-            f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}",
-            str(run.train.iterations),
-            " ".join(f"{key}={value}" for key, value in run.compression.items()),
-        )
-    Console().print(table)
+        compression = " ".join(f"{key}={value}" for key, value in run.compression.items())
+        layout = f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}"
+        shape = f"{model.architecture} {model.layers}x{model.hidden}"
+        print(f"{run.name:24} {shape:14} {layout:12} {run.train.iterations:6} iterations  {compression}")
 
 
 if __name__ == "__main__":

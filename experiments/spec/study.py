@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PositiveInt
 
 from edgc.errors import UserError, nearest
 from experiments.common.files import ROOT
@@ -21,6 +21,21 @@ ANALYSES = ROOT / "experiments" / "analyse"
 CLUSTER_MODEL = "experiments.simulation.cluster_model"
 SCENARIOS = "experiments.simulation.break_even"
 EVALUATION = "experiments.evaluation.evaluate"
+# Standard task of lm-eval -> its file below lm_eval/tasks. Building an index of all its tasks would take 12 to 25 s.
+STANDARD = {
+    "lambada_openai": "lambada/lambada_openai.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "mathqa": "mathqa/mathqa.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "race": "race/race.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "wikitext": "wikitext/wikitext.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml",
+    "copa": "super_glue/copa/default.yaml",
+}
 
 
 def _once(values: list[Any]) -> list[Any]:
@@ -36,6 +51,13 @@ def _name(value: str) -> str:
     """Refuse what is no name of a file, a folder and a target."""
     if not re.fullmatch("[a-z][a-z0-9_]*", value):
         raise ValueError("this is no name; use small letters, digits and _, and begin with a letter")
+    return value
+
+
+def _standard_task(value: str) -> str:
+    """Refuse what is no standard task."""
+    if value not in STANDARD:
+        raise ValueError(f"unknown standard task {value!r}; {nearest(value, STANDARD, 'known tasks')}")
     return value
 
 
@@ -67,6 +89,18 @@ class StudyLayer(Settings):
     seeds: Seeds = []
     more_seeds: MoreSeeds | None = None
     evaluation: dict[str, Any] = {}
+
+
+class Evaluation(Settings):
+    """Tasks and options of a study with ``needs``, which evaluates models.
+
+    ``held_out``: the tasks made from the held-out text; ``standard``: names of lm-eval's tasks, whose data is
+    fetched beforehand; ``batch_size``: documents at once.
+    """
+
+    held_out: bool = False
+    standard: Annotated[list[Annotated[str, AfterValidator(_standard_task)]], AfterValidator(_once)] = []
+    batch_size: PositiveInt = 16
 
 
 class Study(StudyLayer):

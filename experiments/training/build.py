@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +17,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from edgc.errors import UserError
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
-from experiments.training.model import (
-    ExpertShare,
-    ExpertTraffic,
-    TokenCounts,
-    build_model,
-    draw_experts,
-    dtype_of,
-    share_of,
-    transformer_config,
-)
+from experiments.training.model import build_model, draw_experts, dtype_of, transformer_config
 from experiments.training.probes import GradientProbe, Recorder, SamplingProbe, SpectraProbe, observe_with
 
 # Of fp16. Megatron's own default of 2**32 skips some 16 steps before the first one counts.
@@ -51,7 +42,6 @@ class Session:
     recorders: list[Recorder]
     device: torch.device
     pipeline: CompressedP2P | None = None
-    expert_traffic: ExpertTraffic | None = None
 
     @property
     def stage(self) -> int:
@@ -109,7 +99,6 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     """Build this rank's part of the job. ``torch.distributed`` environment variables must be set."""
     device = initialise(run)
     config = transformer_config(run)
-    share = share_of(run)
     chunks = build_chunks(run, vocab_size, config)
     for chunk in chunks:
         chunk.broadcast_params()
@@ -119,13 +108,10 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     if run.train.overlap_grad_reduce:
         config.no_sync_func = [c.no_sync for c in chunks] if run.parallel.virtual_pipeline else chunks[0].no_sync
     attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
-    recorders = _recorders(run, chunks, attachment, share)
+    recorders = _recorders(run, attachment)
     attachment.engine.observer = observe_with(recorders)
     pipeline = attachment.pipeline if run.parallel.pipeline > 1 else None
-    traffic = ExpertTraffic() if share is not None else None
-    if traffic is not None:
-        attachment.engine.open_channel = traffic
-    return Session(run, chunks, optimizer, scheduler, attachment, recorders, device, pipeline, traffic)
+    return Session(run, chunks, optimizer, scheduler, attachment, recorders, device, pipeline)
 
 
 def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> list[DistributedDataParallel]:
@@ -136,7 +122,7 @@ def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> 
         bucket_size=run.train.bucket_elements,
         use_distributed_optimizer=run.train.distributed_optimizer,
     )
-    chunks, share, virtual = [], share_of(run), run.parallel.virtual_pipeline
+    chunks, virtual, degree = [], run.parallel.virtual_pipeline, run.parallel.expert
     for index in range(virtual or 1):
         vp_stage = index if virtual else None
         chunk = dict(ignore_virtual=virtual is None, vp_stage=vp_stage)
@@ -148,30 +134,28 @@ def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> 
             vp_stage=vp_stage,
             config=config,
         )
-        if share is not None and config.use_cpu_initialization:
-            draw_experts(module, share, run.seed)
+        if degree > 1 and run.model.experts is not None and config.use_cpu_initialization:
+            first = int(parallel_state.get_expert_model_parallel_rank()) * (run.model.experts // degree)
+            draw_experts(module, first, run.seed)
         if run.train.precision != "fp32":
             module = Float16Module(config, module)
         chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0))
     return chunks
 
 
-def _recorders(
-    run: RunConfig, chunks: Sequence[DistributedDataParallel], attachment: Attachment, share: ExpertShare | None
-) -> list[Recorder]:
+def _recorders(run: RunConfig, attachment: Attachment) -> list[Recorder]:
     """Recorders on this rank for the run's probes."""
     if not run.probe.every:
         return []
-    leaders, group = _stage_leaders(share is not None)
+    if run.parallel.expert > 1:
+        raise UserError("probe.every is set, but probes know no experts", fix="leave it out, or set parallel.expert: 1")
+    leaders, group = _stage_leaders()
     reports, engine = dist.get_rank() in leaders, attachment.engine
     settings = run.probe, run.edgc, engine.stage
-    tokens = TokenCounts([chunk.module for chunk in chunks]) if share is not None else None
-    recorders: list[Recorder] = [
-        GradientProbe(*settings, reports=reports, experts=share, tokens=tokens, leaders=leaders, group=group)
-    ]
+    recorders: list[Recorder] = [GradientProbe(*settings, reports=reports, leaders=leaders, group=group)]
     if run.probe.spectra:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        recorders.append(SpectraProbe(*settings, engine.compressor, reports=reports, experts=share, group=replicas))
+        recorders.append(SpectraProbe(*settings, engine.compressor, reports=reports, group=replicas))
     if run.probe.entry_rates:
         recorders.append(SamplingProbe(*settings, reports=reports))
     return recorders
@@ -216,13 +200,9 @@ def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tu
     return optimizer, scheduler
 
 
-def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
-    """Global ranks that speak for their stage, by stage, and their group.
-
-    Data- and tensor-parallel rank 0; with ``experts`` under expert parallelism one rank for each share of them.
-    """
+def _stage_leaders() -> tuple[list[int], dist.ProcessGroup | None]:
+    """Global ranks that speak for their stage, by stage, and their group: those of data- and tensor-parallel rank 0."""
     stage, shard = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    replica = parallel_state.get_expert_data_parallel_rank if experts else parallel_state.get_data_parallel_rank
-    places = enumerate(gather_objects((stage, replica(), shard)))
+    places = enumerate(gather_objects((stage, parallel_state.get_data_parallel_rank(), shard)))
     leaders = [rank for _, rank in sorted((place[0], rank) for rank, place in places if not any(place[1:]))]
     return leaders, dist.new_group(leaders) if len(leaders) > 1 else None

@@ -64,7 +64,6 @@ class Progress:
     seconds: float  # that all of them took, with everything between them
     resumed_at: list[int]  # iterations after which the run was resumed so far, at loading this time included
     metrics: Path  # the log up to there, on rank 0
-    watch: dict[str, Any]  # state of the watch for failure signatures
     branched_from: str | None = None  # the run whose warm-up this was
 
 
@@ -93,7 +92,6 @@ class Checkpoints:
             "iteration": iteration,
             "seconds": progress.seconds,
             "resumed_at": progress.resumed_at,
-            "watch": progress.watch,
             "scheduler": session.scheduler.state_dict(),
             "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
             "random": _random_state(),
@@ -127,8 +125,7 @@ class Checkpoints:
         root = self.folder.with_name(trunk) / WARM_UP
         folder = checkpoint.latest(root, report=_say)
         if folder is None:
-            options = f"--study {run.study} --run {trunk} --scale {run.scale} --results {root.parents[3]}"
-            fix = f"have it made again: python -m experiments.training.launch {options} --warm-up-again"
+            fix = f"delete the folder {root.parent} and train that run again: snakemake -c2 {run.study}"
             raise UserError(f"{run.name} branches from {trunk}, which has kept no state", where=root, fix=fix)
         refuse_other(load_yaml(folder / "run.yaml"), self.settings, folder, FREE_IN_WARM_UP)
         return self._load(folder, trunk)
@@ -149,7 +146,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             _say(f"{run.study}/{run.name} {how} after iteration {iteration} of {run.train.iterations}")
         resumed_at = [] if trunk else [*state["resumed_at"], iteration]
-        return Progress(iteration, float(state["seconds"]), resumed_at, folder / LOG, state["watch"], trunk)
+        return Progress(iteration, float(state["seconds"]), resumed_at, folder / LOG, trunk)
 
     def _load_megatron(self, folder: Path) -> None:
         chunks, optimizer = self.session.chunks, self.session.optimizer

@@ -139,16 +139,13 @@ def _refuse_other_run(run: RunConfig, data: DataInfo, folder: RunFolder) -> None
         lineage.refuse_other(saved, lineage.checkpoint_settings(run, data.fingerprint), newest)
 
 
-def launch(
-    run: RunConfig, results: Path, nodes: Nodes | None = None, *, fresh: bool = False, only_warm_up: bool = False
-) -> str:
+def launch(run: RunConfig, results: Path, nodes: Nodes | None = None, *, fresh: bool = False) -> str:
     """Run one training job and publish its folder; returns its status, and "" on other nodes than 0.
 
     Args:
         results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
         nodes: by default this one alone.
         fresh: start from the beginning where a killed run has left checkpoints.
-        only_warm_up: make the state at the end of a finished run's warm-up again, and nothing else; returns "".
     """
     check_writable(results)
     nodes = nodes or Nodes()
@@ -156,7 +153,7 @@ def launch(
     if not blocked:
         run = lineage.with_ranks(run, results)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    start = partial(start_ranks, run, folder.attempt, nodes, only_warm_up=only_warm_up)
+    start = partial(start_ranks, run, folder.attempt, nodes)
     try:
         data_dir, data = read_data(run, results)
     except UserError as refusal:
@@ -167,8 +164,6 @@ def launch(
     if nodes.index > 0:
         follow(start, folder.attempt, nodes.index)
         return ""
-    if only_warm_up:
-        lineage.check_warm_up_again(run, folder)
     if not fresh:
         _refuse_other_run(run, data, folder)
     if not blocked:
@@ -186,11 +181,6 @@ def launch(
         _write(folder, "run.yaml", record)
         outcome = _failed(run, blocked, folder) if blocked else _outcome(run, folder, nodes, start)
         interrupts.ignore()  # the run has ended, and is published in a moment
-        if only_warm_up:
-            folder.discard()
-            folder.forget()
-            print(lineage.report_warm_up_again(run, folder, outcome["status"]))
-            return ""
         if resumed_at := outcome.pop("resumed_at", []):
             record["provenance"] |= {"resumed_at": resumed_at, "code": code}
             _write(folder, "run.yaml", record)
@@ -240,9 +230,6 @@ def main(
     rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
     address: Annotated[str | None, typer.Option(help="of this machine for the others; default: its name")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="drop the checkpoints of a killed run")] = False,
-    only_warm_up: Annotated[
-        bool, typer.Option("--warm-up-again", help="only the state that runs branch from, of a finished run")
-    ] = False,
 ) -> None:
     """Train one run of a study, or of a file, and publish its folder."""
     if config is not None:
@@ -252,7 +239,7 @@ def main(
     else:
         raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
     place = Nodes(nodes, node, rendezvous, address)
-    if status := launch(job, results, place, fresh=fresh, only_warm_up=only_warm_up):
+    if status := launch(job, results, place, fresh=fresh):
         print(f"{job.study}/{job.name}: {status}")
 
 

@@ -63,6 +63,7 @@ def with_ranks(run: RunConfig, results: Path) -> RunConfig:
 def _ranks(folder: Path, window: int, iterations: int) -> list[tuple[int, int]]:
     """Ranks of a finished run's windows after warm-up, each with the iteration that it came into force after."""
     pairs = []
+    outputs.check(folder, (outputs.LOG,))
     log = outputs.read_log(folder, outputs.read_status(folder))
     decisions = [event for event in log if event["event"] == "decision"]
     for event in outputs.window_decisions(decisions, window, before=iterations):
@@ -110,7 +111,7 @@ def refuse_other(
         saved, settings: :func:`checkpoint_settings` of the checkpoint and of the run that is to go on from it.
         free: settings, or whole sections, that may differ.
     """
-    old, new = dotted(_effective(saved)), dotted(_effective(settings))
+    old, new = dotted(saved), dotted(settings)
     keys = [key for key in {**old, **new} if not {key, key.partition(".")[0]}.intersection(free)]
     other = [key for key in keys if (key in old, old.get(key)) != (key in new, new.get(key))]
     if other:
@@ -119,13 +120,6 @@ def refuse_other(
         message = f"{key} = {new.get(key)!r}, but the run's checkpoint has {old.get(key)!r}{more}"
         fix = "restore the setting, or start anew with `python -m experiments.training.launch ... --fresh`"
         raise UserError(message, where=checkpoint / "run.yaml", fix=fix)
-
-
-def _effective(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``settings`` without those of compression that its method cannot use: earlier versions recorded them."""
-    if not isinstance(compression := settings.get("compression"), Mapping):
-        return settings
-    return {**settings, "compression": EDGCConfig.usable(compression)}
 
 
 def branched_log(events: Sequence[Mapping[str, Any]], trunk: str, controller: Controller) -> list[dict[str, Any]]:
@@ -142,51 +136,3 @@ def branched_log(events: Sequence[Mapping[str, Any]], trunk: str, controller: Co
     reason = f"{last['reason']} in {trunk}, from which this run branches with ranks {list(controller.ranks)}"
     last |= {"reason": reason, "ranks": controller.ranks, "r_min": controller.r_min, "r_max": controller.r_max}
     return log
-
-
-# ------------------------------------------------------------------ a lost warm-up, made again
-# Archives keep no state, so a run that was restored from one has nothing that others could branch from. Its warm-up is
-# trained again; the run itself stays as it is. On the same kind of processor, with the same versions, that gives the
-# same state to the last bit. Elsewhere rounding differs: what branches from it then starts near the kept runs and not
-# with them, which is said here, and by ``same_start`` in the tables (:mod:`experiments.analyse.policies`).
-
-
-def check_warm_up_again(run: RunConfig, folder: outputs.RunFolder) -> None:
-    """Raise ``UserError`` unless ``run`` has ended well, others branch from it, and it has no state for them."""
-    if not run.train.keep_warm_up:
-        fix = f"give a run that others branch from (branch: in the file of study {run.study})"
-        raise UserError(f"no run branches from {run.name}", where="--warm-up-again", fix=fix)
-    status = outputs.read_status(folder.path)
-    if status != "ok":
-        fix = f"train it: snakemake -c2 {run.study}"
-        raise UserError(f"{run.name} is {status}; only a run that has ended has a warm-up", where=folder.path, fix=fix)
-    if newest := folder.newest_warm_up():
-        raise UserError(f"{run.name} has its state", where=newest, fix="delete it to have it made again")
-
-
-def report_warm_up_again(run: RunConfig, folder: outputs.RunFolder, status: str) -> str:
-    """Comparison of the warm-up just trained with the kept run's, by their losses, in a line.
-
-    Args:
-        status: how that training ended.
-
-    Raises:
-        UserError: it ended before the warm-up did.
-    """
-    newest = folder.newest_warm_up()
-    if newest is None:
-        message = f"the warm-up of {run.name} did not end again: this time the run is {status}"
-        fix = f"if it ends so again, delete the folder and train the run anew: snakemake -c2 {run.study}"
-        raise UserError(message, where=folder.path, fix=fix)
-    new, kept = (
-        {int(step["iteration"]): step["loss"] for step in outputs.read_events(path / outputs.LOG, "step")}
-        for path in (newest, folder.path)
-    )
-    last = max(new)
-    differing = [iteration for iteration, loss in new.items() if kept.get(iteration) != loss]
-    line = f"{run.study}/{run.name}: the state after iteration {last}, the end of warm-up, is made again"
-    if not differing:
-        return f"{line}; all losses are those of the kept run, bit for bit"
-    gap = abs(new[last] - kept.get(last, float("nan")))
-    where = f"losses differ from the kept run's from iteration {differing[0]} on, by {gap:.1g} nats at the end"
-    return f"{line}; {where}: another processor or version? What branches from it does not start where kept runs did"

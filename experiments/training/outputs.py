@@ -6,12 +6,9 @@ folder with a ``status`` file is complete whatever happened. What a killed run g
 inside the folder, which neither a new attempt nor Snakemake touches; it is removed once the run has ended. The state at
 the end of warm-up, where other runs branch from it, lies in ``warm_up/`` and stays.
 
-A run that has ended leaves ``manifest.json`` beside its files, with the size and checksum of each. Folders without one,
-such as runs restored from an archive, are judged by their contents: the log of a run that has ended closes with an
-``end`` event, and log, summary and ``status`` agree on how it ended.
-
-A damaged file is never a result: it is refused in one line. A run that *failed* is one; it keeps its place in every
-table, with whatever it has written.
+A run that has ended leaves ``manifest.json`` beside its files, with the size and checksum of each; of a run that was
+restored from a kept one the checksum of that one was compared. A damaged file is never a result: it is refused in one
+line. A run that *failed* is one; it keeps its place in every table, with whatever it has written.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from typing import IO, Any
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.files import check_writable
-from experiments.common.yaml_settings import load_yaml
 
 STATUSES = ("ok", "diverged", "failed", "interrupted")
 CHECKPOINTS = ".checkpoints"
@@ -43,10 +39,8 @@ WARM_UP = "warm_up"
 CHECKSUM_BYTES = 64 * 2**20  # larger files, such as weights, are recorded by their size alone
 SETTINGS, LOG, SUMMARY, STATUS = "run.yaml", "metrics.jsonl", "summary.json", "status"
 NAMES = (SETTINGS, LOG, SUMMARY, STATUS)
-# Of `run.yaml`, in the order written: a file that was cut short lacks the last ones.
-KEYS = ("scale", "study", "variant", "label", "seed", "model", "train", "compression", "probe")
-COMPLETE = ("ok", "diverged")  # went on until they were told to stop, so their log has an end
 UNFINISHED = "unfinished"
+COMPLETE = ("ok", "diverged")  # went to their end
 
 
 class RunFolder:
@@ -113,10 +107,6 @@ class RunFolder:
     def forget_warm_up(self) -> None:
         """Remove the state that other runs branch from, as a run that begins anew will save another."""
         shutil.rmtree(self.path / WARM_UP, ignore_errors=True)
-
-    def newest_warm_up(self) -> Path | None:
-        """Folder of the state that other runs branch from; nothing says that it is whole."""
-        return max((self.path / WARM_UP).glob("iter_*"), default=None)
 
     def newest_checkpoint(self) -> Path | None:
         """Folder of the newest checkpoint; nothing says that it is whole."""
@@ -192,9 +182,8 @@ def write_manifest(folder: Path) -> None:
     """Record every file of a run that has ended; called before ``status`` is there."""
     entries = {}
     for name in manifest.files_below(folder):
-        if not name.startswith("tensorboard/"):
-            size = (folder / name).stat().st_size
-            entries[name] = manifest.Entry(size, "") if size > CHECKSUM_BYTES else manifest.entry(folder / name)
+        size = (folder / name).stat().st_size
+        entries[name] = manifest.Entry(size, "") if size > CHECKSUM_BYTES else manifest.entry(folder / name)
     manifest.write(folder, manifest.Manifest({}, entries))
 
 
@@ -205,14 +194,14 @@ def damaged(path: Path, problem: str) -> UserError:
     return UserError(f"run folder is damaged: {path.name} {problem}", where=path, fix=fix)
 
 
-def check(folder: Path, prefixes: Sequence[str] = ("",)) -> bool:
-    """Compare the files whose names begin with one of ``prefixes`` with the manifest; False where there is none.
+def check(folder: Path, prefixes: Sequence[str] = ("",)) -> None:
+    """Compare the files whose names begin with one of ``prefixes`` with the manifest, which a restored run lacks.
 
     Raises:
         UserError: naming the first file that is missing, cut short or altered.
     """
     if not (folder / manifest.NAME).exists():
-        return False
+        return
     try:
         recorded = manifest.read(folder).files
     except manifest.DamagedCheckpoint as error:
@@ -220,7 +209,6 @@ def check(folder: Path, prefixes: Sequence[str] = ("",)) -> bool:
     for name, expected in recorded.items():
         if name.startswith(tuple(prefixes)) and (problem := manifest.problem(folder / name, expected)):
             raise damaged(folder / name, problem)
-    return True
 
 
 def read_status(folder: Path) -> str:
@@ -234,64 +222,39 @@ def read_status(folder: Path) -> str:
     return status
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Content of ``run.yaml``; ``UserError`` where it is missing or cut short."""
-    path = folder / SETTINGS
-    try:
-        values = load_yaml(path)
-    except UserError as error:
-        raise damaged(path, f"cannot be used: {error.message}") from None
-    for key in KEYS:
-        if key not in values:
-            raise damaged(path, f"lacks {key}")
-    return values
-
-
-def _is_there(path: Path, status: str) -> bool:
-    """Say if a file is there; ``UserError`` where a run that went to its end lacks it."""
-    if not path.is_file() and status in COMPLETE:
-        raise damaged(path, "is missing")
-    return path.is_file()
-
-
 def read_summary(folder: Path, status: str) -> dict[str, Any]:
-    """Content of ``summary.json``; empty where an unfinished or failed run has none.
-
-    Raises:
-        UserError: it is damaged, or of another end than ``status``.
-    """
+    """Content of ``summary.json``; empty where an unfinished or failed run has none, else ``UserError``."""
     path = folder / SUMMARY
-    if not _is_there(path, status):
+    if not path.is_file() and status not in COMPLETE:
         return {}
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise damaged(path, "is not valid JSON") from None
-    if not isinstance(summary, dict):
-        raise damaged(path, "is not a mapping")
-    if status != UNFINISHED and (end := summary.get("status", status)) != status:
-        raise damaged(path, f"says {end!r}, the file status {status!r}")
-    return summary
+        return {**json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError):
+        raise damaged(path, "is missing, cut short or altered") from None
 
 
 def read_log(folder: Path, status: str) -> list[dict[str, Any]]:
-    """Events of ``metrics.jsonl``.
+    """Events of ``metrics.jsonl``; ``UserError`` where that of a run that went to its end is missing or cut short."""
+    events = read_events(folder / LOG)
+    if status in COMPLETE and (not events or events[-1]["event"] != "end"):
+        raise damaged(folder / LOG, "is missing or cut short: it has no end event")
+    return events
 
-    A run that failed or has not ended may stop in the middle of a line, which is left out; it may also have no log.
+
+def read_events(path: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """Events of a log, all or those of one kind, in the order written; none where there is no file.
+
+    A last line without its end, as a killed process leaves it, is left out.
 
     Raises:
-        UserError: a line in it is damaged, or a run that went to its end has no ``end`` event.
+        UserError: another line is no event.
     """
-    path = folder / LOG
-    if not _is_there(path, status):
-        return []
+    *lines, _ = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     try:
-        events = read_events(path, torn=status not in COMPLETE)
-    except UserError as error:
-        raise damaged(path, f"is cut short or altered: {error.message}") from None
-    if status in COMPLETE and (not events or events[-1]["event"] != "end"):
-        raise damaged(path, "is cut short: it has no end event")
-    return events
+        events = [json.loads(line) for line in lines]
+        return [item for item in events if event in (None, item["event"])]
+    except (ValueError, LookupError, TypeError):
+        raise damaged(path, "is cut short or altered") from None
 
 
 def window_decisions(
@@ -303,29 +266,3 @@ def window_decisions(
     """
     active = [event for event in decisions if event.get("phase") == "active"]
     return [event for event in active if int(event["iteration"]) % window == 0 and int(event["iteration"]) < before]
-
-
-def read_events(path: Path, event: str | None = None, *, torn: bool = False) -> list[dict[str, Any]]:
-    """Events of a stream, all or those of one kind, in the order written.
-
-    Args:
-        torn: leave out a last line without its end, as a killed process leaves it.
-
-    Raises:
-        UserError: a line is no event, so the stream was cut short or altered.
-    """
-    *lines, last = path.read_bytes().split(b"\n")
-    if last and not torn:
-        lines.append(last)
-    events = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            item = json.loads(line) if line.strip() else {"event": ""}
-        except ValueError:
-            item = None
-        if not isinstance(item, dict) or not isinstance(item.get("event"), str):
-            fix = "use a copy that is whole, or make the run again"
-            raise UserError(f"line {number} is no whole event", where=path, fix=fix)
-        if item["event"] and event in (None, item["event"]):
-            events.append(item)
-    return events

@@ -3,8 +3,7 @@
 They see the gradients before clipping and before any reduction.
 
 - :class:`GradientProbe`, entropy trend: statistics through training. The whole model is described from all stages'
-  gradients gathered on the first rank (at most ``max_entries`` entries). Under expert parallelism a replica's experts
-  lie on several ranks, each of which describes its own.
+  gradients gathered on the first rank (at most ``max_entries`` entries).
 - :class:`SamplingProbe`, sampling study: the entropy of every matrix by every sampling rule, beside that of all its
   entries. All rules are applied to the same gradients of one uncompressed run, so that they differ in nothing else.
 - :class:`SpectraProbe`, rank-model study: singular values, beside those that PowerSGD has anyway. A matrix is described
@@ -39,7 +38,6 @@ from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
 from edgc.sections import SAMPLINGS
 from experiments.spec.settings import ProbeConfig
-from experiments.training.model import ExpertShare, TokenCounts, place_of
 
 WHOLE_MODEL = "<model>"
 NEAR_ZERO = 1e-3  # of the parameter's sigma at its first probe
@@ -57,7 +55,6 @@ class Recorder(ABC):
         edgc: settings of the run.
         stage: pipeline stage of this rank.
         reports: whether this rank describes its replica.
-        experts: which of the model's experts this rank holds; None without expert parallelism.
 
     Attributes:
         file: name of the table in the run folder.
@@ -68,10 +65,8 @@ class Recorder(ABC):
     file: ClassVar[str]
     keys: ClassVar[tuple[str, ...]]
 
-    def __init__(
-        self, config: ProbeConfig, edgc: EDGCConfig, stage: int, *, reports: bool, experts: ExpertShare | None = None
-    ) -> None:
-        self.config, self.edgc, self.stage, self.reports, self.experts = config, edgc, stage, reports, experts
+    def __init__(self, config: ProbeConfig, edgc: EDGCConfig, stage: int, *, reports: bool) -> None:
+        self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
         self.rows: list[dict[str, Any]] = []
 
     def matrices(self, gradients: Sequence[Gradient]) -> Iterator[tuple[str, Tensor]]:
@@ -79,16 +74,6 @@ class Recorder(ABC):
         for gradient in gradients:
             if compressible(gradient.tensor.shape, self.edgc.min_compression_elements):
                 yield gradient.name, gradient.tensor.detach()
-
-    def described(self, gradients: Sequence[Gradient]) -> Iterator[tuple[str, Tensor]]:
-        """Matrices that this rank describes, each under the name that it has in the whole model."""
-        for name, gradient in self.matrices(gradients):
-            if self.experts is None or self.experts.describes(name):
-                yield self.in_model(name), gradient
-
-    def in_model(self, name: str) -> str:
-        """Name of a parameter in the whole model."""
-        return name if self.experts is None else self.experts.in_model(name)
 
     @abstractmethod
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
@@ -121,10 +106,8 @@ class GradientProbe(Recorder):
     """Collects rows for ``tensors.parquet`` on every ``every``-th iteration.
 
     Args:
-        config, edgc, stage, experts: see :class:`Recorder`; ``edgc`` has the sampler under study.
-        reports: whether this rank's replica is the one described (data-parallel rank 0, and under expert parallelism
-            the ranks that hold the other experts of its tokens).
-        tokens: counts what the routers send to each expert.
+        config, edgc, stage: see :class:`Recorder`; ``edgc`` has the sampler under study.
+        reports: whether this rank's replica is the one described (data-parallel rank 0).
         leaders: the ranks whose replica is described, those of stage 0 first; this rank alone by default.
         group: of the leaders, on these.
     """
@@ -139,13 +122,11 @@ class GradientProbe(Recorder):
         stage: int,
         *,
         reports: bool,
-        experts: ExpertShare | None = None,
-        tokens: TokenCounts | None = None,
         leaders: Sequence[int] = (0,),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(config, edgc, stage, reports=reports, experts=experts)
-        self.tokens, self.leaders, self.group = tokens, list(leaders), group
+        super().__init__(config, edgc, stage, reports=reports)
+        self.leaders, self.group = list(leaders), group
         self.sampler = Sampler(edgc.entropy)
         self._first_sigma: dict[str, float] = {}
         self._previous: dict[str, Tensor] = {}
@@ -154,7 +135,7 @@ class GradientProbe(Recorder):
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         if not (self.reports and self.config.due(iteration)):
             return
-        copies = [(name, tensor.to(torch.float32, copy=True)) for name, tensor in self.described(gradients)]
+        copies = [(name, tensor.to(torch.float32, copy=True)) for name, tensor in self.matrices(gradients)]
         correlations = _layer_correlations(copies) if self.config.correlation else {}
         for name, gradient in copies:
             row = self._describe(iteration, name, gradient)
@@ -192,32 +173,16 @@ class GradientProbe(Recorder):
     def end_iteration(self, iteration: int, skipped: bool) -> None:
         """Describe the whole model on the first stage leader. Collective over the leaders."""
         leaders, group = self.leaders, self.group
-        counts = self.tokens.take() if self.tokens is not None else {}
         if not (self.reports and self.config.due(iteration)):
             return
-        if self.tokens is not None and len(leaders) > 1:
-            self._add_tokens(iteration, counts, group)
         quota = self.config.max_entries // len(leaders)
         flat = torch.cat(self._pieces)
         flat = flat[:: max(1, -(-flat.numel() // quota))].contiguous()
         self._pieces = []
         if len(leaders) > 1:
-            pieces = [flat.new_empty(size) for size in gather_objects(flat.numel(), group)]
-            pieces[leaders.index(dist.get_rank())] = flat
-            for piece, leader in zip(pieces, leaders, strict=True):
-                dist.broadcast(piece, leader, group=group)
-            flat = torch.cat(pieces)
+            flat = torch.cat([piece.to(flat.device) for piece in gather_objects(flat.cpu(), group)])
         if dist.get_rank() == leaders[0]:
             self.rows.append(self._describe(iteration, WHOLE_MODEL, flat))
-
-    def _add_tokens(self, iteration: int, counts: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-        """Put beside each expert's gradient the number of tokens, from all leaders of the stage, that it is of."""
-        of_stage = [layers for stage, layers in gather_objects((self.stage, counts), group) if stage == self.stage]
-        for row in self.rows:
-            place = place_of(row["parameter"])
-            if row["iteration"] == iteration and place is not None:
-                layer, expert = place
-                row["tokens"] = sum(int(layers[layer][expert]) for layers in of_stage)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"first_sigma": self._first_sigma, "previous": self._previous}
@@ -320,7 +285,7 @@ class SpectraProbe(Recorder):
     """Collects rows for ``spectra.parquet`` at the iterations at which gradients are probed.
 
     A row is of one iteration, stage, parameter and ``of``, which is ``gradient`` (G) or, where PowerSGD factored the
-    matrix, ``mean`` (of M = G + E over the replicas; experts, which have other replicas, have no such row):
+    matrix, ``mean`` (of M = G + E over the replicas):
 
     * ``rows``, ``columns``; ``norm`` (Frobenius) and ``sigma`` (rms of the centred entries that are not exactly zero,
       as all entropies leave zeros out) in the gradient's unit; ``zero_fraction``; ``entropy`` of all entries with the
@@ -334,7 +299,7 @@ class SpectraProbe(Recorder):
     A matrix that is zero or not finite has no row, and an iteration that was skipped has none.
 
     Args:
-        config, edgc, stage, reports, experts: see :class:`Recorder`.
+        config, edgc, stage, reports: see :class:`Recorder`.
         compressor: of this rank's engine.
         group: the replicas, all of which have such a probe; None where there are no others.
     """
@@ -350,10 +315,9 @@ class SpectraProbe(Recorder):
         compressor: Compressor,
         *,
         reports: bool,
-        experts: ExpertShare | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(config, edgc, stage, reports=reports, experts=experts)
+        super().__init__(config, edgc, stage, reports=reports)
         self.group = group
         self.compressor = compressor if isinstance(compressor, PowerSGD) else None
         self._rows: list[dict[str, Any]] = []
@@ -366,11 +330,10 @@ class SpectraProbe(Recorder):
         self._iteration = iteration
         if self.compressor is not None:
             for name, gradient in self.matrices(gradients):
-                if self.experts is None or not self.experts.holds(name):
-                    local, error = gradient.float(), self.compressor.errors.get(name)
-                    self._pending[name] = local.clone() if error is None else local + error
+                local, error = gradient.float(), self.compressor.errors.get(name)
+                self._pending[name] = local.clone() if error is None else local + error
         if self.reports:
-            for name, gradient in self.described(gradients):
+            for name, gradient in self.matrices(gradients):
                 row = self._describe(gradient.float())
                 if row is not None:
                     self._rows.append(self._about(iteration, name, GRADIENT) | row | {"best_sq": None})
@@ -434,4 +397,4 @@ class SpectraProbe(Recorder):
                 "input_sq": input_sq,
                 "best_sq": row["best_sq"][: len(singular_sq)],
             }
-            self.rows.append(self._about(self._iteration, self.in_model(name), MEAN) | row)
+            self.rows.append(self._about(self._iteration, name, MEAN) | row)

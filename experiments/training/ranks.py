@@ -29,7 +29,7 @@ from typing import Any
 from edgc.errors import UserError
 from experiments.common import interrupts
 from experiments.common.cli import EXIT_BAD_INPUT
-from experiments.common.files import FULL, atomic_write
+from experiments.common.files import atomic_write
 from experiments.common.processes import children_die_with_this, die_with_parent
 from experiments.spec.matrix import study_path
 from experiments.spec.settings import RunConfig
@@ -180,18 +180,17 @@ def ranks_per_node(run: RunConfig, nodes: Nodes) -> int:
     return count
 
 
-def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path, only_warm_up: bool) -> None:
+def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> None:
     if data is None:
         os._exit(EXIT_BAD_INPUT)
     die_with_parent(signal.SIGKILL)()
     children_die_with_this()
     interrupts.ignore()  # the launcher ends its ranks
-    threading.excepthook = _unless_full_disk
     hold_as_rank(attempt)
     from experiments.training.fork_server import work
 
     try:
-        summary = work(run, *data, attempt, only_warm_up=only_warm_up)
+        summary = work(run, *data, attempt)
     except UserError as error:
         if os.environ.get("RANK") == "0":
             # What only the built model tells, such as its largest rank, is raised by the library, which knows no file.
@@ -210,12 +209,6 @@ def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path, onl
         atomic_write(attempt / "summary.json", json.dumps(summary))
 
 
-def _unless_full_disk(failure: threading.ExceptHookArgs) -> None:
-    """Report a thread's error, but not that of a full disk, such as TensorBoard's: the rank ends with the same."""
-    if not FULL.search(str(failure.exc_value)):
-        threading.__excepthook__(failure)
-
-
 def warm_up(nodes: Nodes) -> None:
     """Have the fork server import Megatron while this process still checks its input and starts the agent.
 
@@ -229,15 +222,12 @@ def warm_up(nodes: Nodes) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def start_ranks(
-    run: RunConfig, attempt: Path, nodes: Nodes, data: tuple[Path, int] | None, *, only_warm_up: bool = False
-) -> None:
+def start_ranks(run: RunConfig, attempt: Path, nodes: Nodes, data: tuple[Path, int] | None) -> None:
     """Run all ranks of this node to their end; raises what the elastic agent raises.
 
     Args:
         data: folder of the prepared data and size of the vocabulary; without them the ranks end at once, so that those
             of the other nodes do not wait for them.
-        only_warm_up: the run ends when its warm-up does.
     """
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -266,4 +256,4 @@ def start_ranks(
         logs_specs=DefaultLogsSpecs(log_dir=util.get_temp_dir()),
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C ends ranks faster: experiments.common.interrupts
     )
-    elastic_launch(config, _rank_main)(run, data, attempt, only_warm_up)
+    elastic_launch(config, _rank_main)(run, data, attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,22 +13,20 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgc.checks import plain
-from edgc.control.controller import WINDOW_FACTS
+from edgc.control.adaptive import WINDOW_FACTS
 from edgc.engine import Engine, Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic
 from experiments.spec.settings import RunConfig
 from experiments.training.outputs import LOG
-from experiments.training.signatures import Finding
 
 SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
 PIPELINE_SUMS = ("pipeline_bytes", "pipeline_bytes_dense")
-SCALARS = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "communication/bytes": "bytes"}
-STAGE_SCALARS = ("rank", "entropy", "worker_error", "mean_error")
+SHORTEST_WINDOW = 8  # iterations by whose median loss it is judged if a run diverges
+LEFT_BEST = 0.05  # share of the best window's loss
+DIVERGING_FIX = "raise r_min (or rank); if the run diverges without compression too, lower the learning rate"
 DECISION = (
     "iteration", "phase", "reason", "ranks", "r_min", "r_max", "target", "target_low", "target_high", *WINDOW_FACTS
 )  # fmt: skip
@@ -40,13 +39,11 @@ def rank_step(
     gradient_norm: float,
     done: Iteration,
     traffic: Traffic | None,
-    expert_bytes: int | None,
 ) -> dict[str, float]:
     """One rank's numbers of one iteration, on every rank in the same order; nan where a number does not apply.
 
     Those of the pipeline are of the gradients that this rank sent to the stage before it, where they are compressed:
-    bytes, the bytes they would have been, and the seconds of compressing what it sent and decompressing what came.
-    ``expert_bytes`` are part of ``bytes``. The squares of the mean and its error are of the window that ends here.
+    bytes, and the bytes they would have been. The squares of the mean and its error are of the window that ends here.
     """
     s = done.statistics
     p = traffic and traffic.statistics
@@ -67,11 +64,9 @@ def rank_step(
         "seconds_entropy": done.seconds_entropy,
         "seconds_exposed": done.exposed and done.exposed.seconds,
         "skipped": done.skipped,
-        "expert_bytes": expert_bytes,
         "pipeline_bytes": p and p.bytes,
         "pipeline_bytes_dense": traffic and traffic.dense_bytes,
         "pipeline_relative_error": p and p.worker_error,
-        "seconds_pipeline": p and p.compress.seconds + p.decompress.seconds,
     }
     return {key: number(value) for key, value in numbers.items()}
 
@@ -90,16 +85,6 @@ class Step:
     bytes: int
     stages: list[dict[str, Any]]
     skipped: bool = False
-
-    def seconds(self, part: str) -> list[float]:
-        """Seconds of a part of the reduction, one of ``SECONDS``, by stage."""
-        return [stage[f"seconds_{part}"] for stage in self.stages]
-
-    @property
-    def pipeline_bytes(self) -> int | None:
-        """Bytes that one replica's stages sent backwards; None where that is not compressed."""
-        sizes = [stage["pipeline_bytes"] for stage in self.stages]
-        return None if None in sizes else sum(sizes)
 
 
 def gather_numbers(numbers: Iterable[float], device: torch.device) -> list[list[float]]:
@@ -131,7 +116,7 @@ def _stage(ranks: Sequence[Mapping[str, float]], replicas: int) -> dict[str, Any
     """The numbers of one stage from those of its ranks."""
     mean = {key: _mean([rank[key] for rank in ranks]) for key in ranks[0]}
     # A replica's part; nan where the number does not apply.
-    part = {key: sum(rank[key] for rank in ranks) / replicas for key in ("bytes", "expert_bytes", *PIPELINE_SUMS)}
+    part = {key: sum(rank[key] for rank in ranks) / replicas for key in ("bytes", *PIPELINE_SUMS)}
     whole = {key: None if math.isnan(value) else int(value) for key, value in part.items()}
     return {
         "stage": int(mean["stage"]),
@@ -141,9 +126,8 @@ def _stage(ranks: Sequence[Mapping[str, float]], replicas: int) -> dict[str, Any
         "mean_error": relative(mean["mean_error_sq"], mean["mean_input_sq"]),
         "bytes": whole["bytes"],
         **{f"seconds_{key}": six_digits(mean[f"seconds_{key}"]) for key in SECONDS},
-        **{key: mean[key] for key in ("pipeline_relative_error", "seconds_pipeline")},
+        "pipeline_relative_error": mean["pipeline_relative_error"],
         **{key: whole[key] for key in PIPELINE_SUMS},
-        **({} if whole["expert_bytes"] is None else {"expert_bytes": whole["expert_bytes"]}),
     }
 
 
@@ -194,86 +178,82 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+def left_best(losses: Sequence[float], window: int) -> tuple[float, float] | None:
+    """Median losses of the last window and of the best one, where the last two are above it by ``LEFT_BEST``."""
+    parts = (losses[start : start + window] for start in range(0, len(losses), window))
+    finite = ([loss for loss in part if math.isfinite(loss)] for part in parts)
+    medians = [median(part) for part in finite if part]
+    best = min(medians, default=math.nan)
+    return (medians[-1], best) if min(medians[-2:], default=math.nan) > best + LEFT_BEST * abs(best) else None
+
+
 class RunLog:
-    """``metrics.jsonl``, ``tensorboard/`` and the progress bar of one run.
+    """``metrics.jsonl`` of one run, with a line on the console for each evaluation.
 
     Args:
-        run, folder: settings of the run, and where the files go.
-        speaks: False on all ranks but one; every method is then without effect.
+        run, folder: settings of the run, and where the file goes.
+        speaks: False on all ranks but one, which write and print nothing.
+
+    Attributes:
+        losses: of all steps, in nats per token; nan where a loss was not finite.
+        bytes_dense: what one replica sends in an uncompressed step, by the start of the run.
+        began: whether a step that counts has sent less, whatever later ones send.
     """
 
     def __init__(self, run: RunConfig, folder: Path, *, speaks: bool) -> None:
-        self.run, self.path, self.speaks = run, folder / LOG, speaks
+        self.run, self.speaks = run, speaks
+        self.window = run.edgc.window * -(-SHORTEST_WINDOW // run.edgc.window)
+        self.losses: list[float] = []
+        self.bytes_dense, self.began = 0, False
         if speaks:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)
-            self._board = SummaryWriter(str(folder / "tensorboard"), flush_secs=3600)
-        console = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (speaks and console.is_terminal),
-        )
-        self.task = self.bar.add_task(f"{run.study}/{run.name}", total=run.train.iterations, state="")
+            self._file = (folder / LOG).open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> Self:
-        self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.stop()
         if self.speaks:
             self._file.close()
-            self._board.close()
-
-    def replay(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Write again what a checkpoint has kept of the log, before the first new event."""
-        for event in events:
-            self.write(**event)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event, as one whole line, and show its numbers."""
-        if not self.speaks:
-            return
-        self._file.write(json.dumps({"event": event, **plain(fields)}) + "\n")
-        scalars = {}
-        if event == "step":
-            self.bar.advance(self.task)
-            scalars = {tag: fields[key] for tag, key in SCALARS.items()}
-            for stage in fields["stages"]:
-                scalars |= {f"stage{stage['stage']}/{key}": stage.get(key) for key in STAGE_SCALARS}
-        elif event == "eval":
-            scalars = {"validation/loss": fields["loss"]}
-        for tag, value in scalars.items():
-            if value is not None and math.isfinite(value):
-                self._board.add_scalar(tag, value, fields["iteration"])
+        """Append an event, as one whole line."""
+        if event == "start":
+            self.bytes_dense = fields["bytes_dense"]
+        elif event == "step":
+            self.losses.append(number(fields["loss"]))
+            self.began = self.began or (not fields["skipped"] and fields["bytes"] < self.bytes_dense)
+        if self.speaks:
+            self._file.write(json.dumps({"event": event, **plain(fields)}) + "\n")
 
-    def step(self, iteration: int, step: Step, lr: float, seconds: float, tokens: int) -> None:
-        """One iteration: ``tokens`` of all replicas in ``seconds``."""
-        clip, norm, speed = self.run.train.clip_grad, step.gradient_norm, tokens / seconds
+    def step(self, iteration: int, step: Step, lr: float, seconds: float) -> None:
+        """One iteration, which took ``seconds``."""
+        clip, norm = self.run.train.clip_grad, step.gradient_norm
         self.write(
             "step",
             iteration=iteration,
             loss=step.loss,
-            perplexity=perplexity(step.loss),
             lr=lr,
             grad_norm=norm,
             grad_norm_clipped=min(norm, clip) if clip > 0 else norm,
             bytes=step.bytes,
             skipped=step.skipped,
-            pipeline_bytes=step.pipeline_bytes,
             seconds=seconds,
-            tokens_per_second=six_digits(speed),
             stages=step.stages,
         )
-        ranks = "/".join("dense" if stage["rank"] is None else str(stage["rank"]) for stage in step.stages)
-        state = f"loss {step.loss:.3f} ppl {perplexity(step.loss):.1f} {speed:.0f} tok/s rank {ranks}"
-        self.bar.update(self.task, state=f"{state} {step.bytes / 1e6:.2f} MB")
+        if self.speaks and self.began and iteration % self.window == 0:
+            self._look_for_divergence(iteration)
+
+    def _look_for_divergence(self, iteration: int) -> None:
+        """Name, while the run goes on, a loss that has left its best for good under compression."""
+        if (medians := left_best(self.losses, self.window)) is not None:
+            loss, best = medians
+            text = f"the loss diverges under compression: {loss:.4g} nats after a best of {best:.4g}"
+            text += f" (medians of {self.window} iterations)"
+            numbers = {"loss": loss, "best_loss": best}
+            self.write(
+                "signature", signature="diverging", iteration=iteration, numbers=numbers, text=text, fix=DIVERGING_FIX
+            )
+            self._say(f"iteration {iteration}: {text}; {DIVERGING_FIX}")
 
     def decision(self, engine: Engine) -> None:
         """The controller's decision of this iteration, if it took one."""
@@ -291,12 +271,6 @@ class RunLog:
         for verdict in decision.gate:
             self.write("cost_gate", iteration=at, **asdict(verdict))
 
-    def signature(self, finding: Finding) -> None:
-        """A failure that has shown itself: an event each window, a line on the console when it is new."""
-        self.write("signature", **asdict(finding), fix=finding.fix)
-        if finding.is_new:
-            self._say(f"iteration {finding.iteration}: {finding.text}; {finding.fix}")
-
     def evaluation(self, iteration: int, train_loss: float, loss: float) -> None:
         """A validation loss in nats per token."""
         value = perplexity(loss)
@@ -305,4 +279,4 @@ class RunLog:
 
     def _say(self, line: str) -> None:
         if self.speaks:
-            self.bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            print(line, file=sys.stderr, flush=True)

@@ -20,8 +20,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.checks import plain
-from edgc.compressors.base import compressible
-from edgc.control.controller import Plan
 from edgc.runtime.channel import all_reduce_bytes
 from edgc.runtime.groups import gather_objects
 from experiments.data.batches import MicroBatch, train_batches, validation_batches
@@ -42,7 +40,6 @@ from experiments.training.run_log import (
     rank_step,
     summary,
 )
-from experiments.training.signatures import Observation, SignatureWatch
 
 DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
 DIVERGED_STEPS = 10
@@ -54,8 +51,8 @@ class Trainer:
 
     Args:
         session, data_dir: this rank's part of the job, and the folder of prepared data.
-        attempt: folder for the run's files; rank 0 writes metrics and TensorBoard, stage leaders their probes.
-            Checkpoints lie beside it, so that they outlive an attempt.
+        attempt: folder for the run's files, which rank 0 writes. Checkpoints lie beside it, so that they outlive an
+            attempt.
     """
 
     def __init__(self, session: Session, data_dir: Path, vocab_size: int, attempt: Path) -> None:
@@ -65,9 +62,7 @@ class Trainer:
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
-        self.losses: list[float] = []  # of the last steps
         self.checkpoints = Checkpoints(session, attempt.parent, load_info(data_dir).fingerprint)
-        self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -127,8 +122,7 @@ class Trainer:
             recorder.end_iteration(iteration, done.skipped)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
-        experts = session.expert_traffic.take() if session.expert_traffic is not None else None
-        return gather_step(rank_step(session.stage, self.replica, loss, norm, done, traffic, experts), session.device)
+        return gather_step(rank_step(session.stage, self.replica, loss, norm, done, traffic), session.device)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -145,8 +139,8 @@ class Trainer:
 
     # ------------------------------------------------------------------ the run
 
-    def train(self, *, only_warm_up: bool = False) -> dict[str, Any] | None:
-        """Run to the end (of warm-up, if so asked) or to divergence; returns the summary on rank 0, None elsewhere."""
+    def train(self) -> dict[str, Any] | None:
+        """Run to the end or to divergence; returns the summary on rank 0, None elsewhere."""
         run, started = self.run, time.perf_counter()
         tokens = run.train.global_batch * run.model.sequence_length
         status, engine = "ok", self.session.attachment.engine
@@ -160,19 +154,16 @@ class Trainer:
                 resumed_at = resumed.resumed_at
                 started -= resumed.seconds
                 validation = self._replay(resumed)
-                self.watch.load_state_dict(resumed.watch)
             batches = train_batches(run, self.data_dir, self.replica, self.replicas, first)
             for iteration in range(first + 1, run.train.iterations + 1):
                 start = time.perf_counter()
                 plan = engine.plan
                 step = self._train_step(iteration, batches)
                 seconds = time.perf_counter() - start
-                self.losses = [*self.losses, step.loss][-DIVERGED_STEPS:]
                 self.session.attachment.add_loss(step.loss)
                 lr = self.session.optimizer.param_groups[0]["lr"]
-                self.log.step(iteration, step, lr, seconds, tokens)
+                self.log.step(iteration, step, lr, seconds)
                 self.log.decision(engine)
-                self._look_for_signatures(iteration, step, plan, dense)
                 if self._diverged():
                     status = "diverged"
                     break
@@ -181,12 +172,10 @@ class Trainer:
                     self.log.evaluation(iteration, step.loss, validation)
                 warm_up_ended = plan.in_warm_up and not engine.plan.in_warm_up
                 if due := self._checkpoints_due(iteration, warm_up_ended=warm_up_ended):
-                    elapsed, watch = time.perf_counter() - started, self.watch.state_dict()
-                    progress = Progress(iteration, elapsed, resumed_at, self.attempt / LOG, watch)
+                    elapsed = time.perf_counter() - started
+                    progress = Progress(iteration, elapsed, resumed_at, self.attempt / LOG)
                     for name in due:
                         self.checkpoints.save(progress, name)
-                if only_warm_up and warm_up_ended:
-                    break
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
@@ -207,29 +196,6 @@ class Trainer:
             **summary([event for event in events if event["event"] == "step"], tokens, dense, seconds_total),
         }
 
-    def _look_for_signatures(self, iteration: int, step: Step, plan: Plan, dense: int) -> None:
-        """Judge the iteration that ran under ``plan``; findings go to the log."""
-        attachment = self.session.attachment
-        if attachment.decision is not None and attachment.decision.timing:
-            self.watch.uncompressed = max(timing.seconds_uncompressed for timing in attachment.decision.timing)
-        observation = Observation(
-            iteration=iteration,
-            loss=step.loss,
-            # With one replica, or where the cost gate found no gain, nothing is compressed whatever the plan says.
-            ranks=plan.ranks if step.bytes < dense else (None,) * len(plan.ranks),
-            bytes=step.bytes,
-            bytes_dense=dense,
-            compress=step.seconds("compress"),
-            communicate=step.seconds("communicate"),
-            decompress=step.seconds("decompress"),
-            exposed=step.seconds("exposed"),
-            predicted=attachment.engine.controller.predicted(plan.ranks),
-            skipped=step.skipped,
-            disturbed=plan.probe_rank is not None or plan.gate,
-        )
-        for finding in self.watch.add(observation):
-            self.log.signature(finding)
-
     def _checkpoints_due(self, iteration: int, *, warm_up_ended: bool) -> list[str]:
         """The folders in which to save the state after ``iteration``."""
         # In this order: a run that is killed between the two goes on from before the end of warm-up, and saves both.
@@ -241,30 +207,20 @@ class Trainer:
         events = read_events(resumed.metrics)
         if resumed.branched_from is not None:
             events = branched_log(events, resumed.branched_from, self.session.attachment.engine.controller)
-        self.log.replay(events)
-        self.losses = [number(event["loss"]) for event in events if event["event"] == "step"][-DIVERGED_STEPS:]
+        for event in events:
+            self.log.write(**event)
         return next((number(event["loss"]) for event in reversed(events) if event["event"] == "eval"), math.nan)
 
     def _start(self, *, anew: bool) -> int:
         """Log the start of a new run; returns the bytes that one replica, all stages, sends in an uncompressed step."""
         parameters = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
-        limit = self.run.edgc.min_compression_elements
-        copies = int(parallel_state.get_expert_data_parallel_world_size())  # of an expert
-        params = params_compressible = dense = 0
+        copies, dense = int(parallel_state.get_expert_data_parallel_world_size()), 0  # of an expert
         for experts, replicas in ((False, self.replicas), (True, copies)):
-            # The number of elements, of those in compressible matrices, and bytes of gradients.
-            sizes = torch.zeros(3, dtype=torch.float64)
-            for p in parameters:
-                if is_expert(p) == experts:
-                    n = p.numel()
-                    sizes += torch.tensor([n, n * compressible(p.shape, limit), p.main_grad.nbytes])
-            sizes = sizes.to(self.session.device)
-            dist.all_reduce(sizes)
-            total, total_compressible, size = (int(value) // replicas for value in sizes.tolist())
-            params += total
-            params_compressible += total_compressible
+            size = sum(p.main_grad.nbytes for p in parameters if is_expert(p) == experts)
+            total = torch.tensor(size, dtype=torch.float64, device=self.session.device)
+            dist.all_reduce(total)
             # A replica holds the share of the experts that its rank has.
-            dense += all_reduce_bytes(size * replicas // self.replicas, replicas)
+            dense += all_reduce_bytes(int(total) // self.replicas, replicas)
         if anew:
             self.log.write(
                 "start",
@@ -273,15 +229,14 @@ class Trainer:
                 iterations=self.run.train.iterations,
                 world=dist.get_world_size(),
                 stages=self.run.parallel.pipeline,
-                params=params,
-                params_compressible=params_compressible,
                 bytes_dense=dense,
             )
         return dense
 
     def _diverged(self) -> bool:
         """Twenty skipped steps in a row, or ten far worse than guessing; the same answer on every rank."""
-        far = len(self.losses) == DIVERGED_STEPS and min(self.losses) > DIVERGED_LOSS * math.log(self.vocab_size)
+        last = self.log.losses[-DIVERGED_STEPS:]
+        far = len(last) == DIVERGED_STEPS and min(last) > DIVERGED_LOSS * math.log(self.vocab_size)
         return far or self.session.attachment.skipped_in_a_row >= SKIPPED_STEPS
 
     def _write_records(self) -> None:
@@ -293,11 +248,9 @@ class Trainer:
                 table.to_parquet(self.attempt / recorder.file, index=False)
 
 
-def work(
-    run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, *, only_warm_up: bool = False
-) -> dict[str, Any] | None:
+def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:
     """The whole of one rank; returns the summary on rank 0, None elsewhere."""
-    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train(only_warm_up=only_warm_up)
+    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train()
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -45,14 +45,12 @@ LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.+-]*)\.parquet")
 CURVES = "curves.csv"
 TEXTS = (outputs.SETTINGS, outputs.SUMMARY, outputs.STATUS)
 STEP, EVENT = "step", "event"
-TIMED = ("methods", "policies", "optimus_cc", "rank_sweep", "sampling_ablation")
+TIMED = ("methods", "policies", "rank_sweep", "sampling_ablation")
 # Kinds of events, fields of a step or of its stages, and tables that are kept for these analyses alone (modules of
 # experiments/analyse). What is not here is kept for all.
 READERS: Mapping[str, tuple[str, ...]] = {
     "signature": (),  # names are in the summary
-    "perplexity": (),  # exp(loss)
     "lr": (),
-    "tokens_per_second": (),
     "grad_norm": ("entropy_trend",),
     "grad_norm_clipped": ("entropy_trend",),
     "worker_error": ("rank_sweep",),
@@ -64,20 +62,15 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "seconds_decompress": TIMED,
     "seconds_entropy": ("sampling_ablation",),
     "seconds_exposed": (),
-    "seconds_pipeline": (),
-    "pipeline_relative_error": ("optimus_cc",),
-    "pipeline_bytes": ("optimus_cc",),
-    "pipeline_bytes_dense": ("optimus_cc",),
-    "tensors.parquet": ("entropy_trend", "moe"),
+    "pipeline_relative_error": (),
+    "pipeline_bytes": (),
+    "pipeline_bytes_dense": (),
+    "tensors.parquet": ("entropy_trend",),
     "spectra.parquet": ("rank_model",),
     "sampling.parquet": ("sampling_ablation",),
 }
 TABLES = tuple(name for name in READERS if name.endswith(".parquet"))
 TIMINGS = "seconds_"  # fields of stages; float32 where all have six digits (experiments.training.run_log)
-# The bytes of floats apart from each other, first bytes first, pack best.
-ENCODINGS = dict.fromkeys(("DOUBLE", "FLOAT"), "BYTE_STREAM_SPLIT")
-ENCODINGS |= dict.fromkeys(("INT64", "INT32"), "DELTA_BINARY_PACKED")
-KNOWN = {*ENCODINGS.values(), "PLAIN", "RLE"}  # with these a column in memory is as large as the file says that it is
 LARGEST = 2**25, 2**26  # bytes of a file, and both bytes and values that it says are in it
 
 
@@ -97,18 +90,16 @@ def pack(folder: Path, analysis: str | None) -> bytes:
         UserError: a file of the run is missing or damaged.
     """
     status = outputs.read_status(folder)
-    outputs.read_settings(folder)
+    outputs.check(folder)
     outputs.read_summary(folder, status)
     left = {name for name, readers in READERS.items() if analysis not in readers}
     events = [event for event in outputs.read_log(folder, status) if event[EVENT] not in left]
-    events = [_without(event, left) if event[EVENT] == STEP else event for event in events]
-    texts = [folder / name for name in TEXTS if (folder / name).is_file()]
-    columns = {path.name: pyarrow.array([path.read_text(encoding="utf-8")]) for path in texts}
-    steps = [event if event[EVENT] == STEP else None for event in events]
+    steps = [_without(event, left) if event[EVENT] == STEP else None for event in events]
     others = [json.dumps(event) if step is None else None for event, step in zip(events, steps, strict=True)]
-    six = all(_timed(step, _six_digits) == step for step in steps if step)
-    columns[STEP] = pyarrow.array([_timed(step, np.float32) if step and six else step for step in steps])
-    columns[EVENT] = pyarrow.array(others, pyarrow.string())
+    columns = {name: pyarrow.array([(folder / name).read_text()]) for name in TEXTS if (folder / name).is_file()}
+    if all(_timed(step, _six_digits) == step for step in steps if step):
+        steps = [step and _timed(step, np.float32) for step in steps]
+    columns |= {STEP: pyarrow.array(steps), EVENT: pyarrow.array(others, pyarrow.string())}
     for path in (folder / name for name in TABLES if name not in left and (folder / name).is_file()):
         try:
             columns[path.name] = parquet.read_table(path).to_struct_array().combine_chunks()
@@ -118,7 +109,11 @@ def pack(folder: Path, analysis: str | None) -> bytes:
     table = pyarrow.table(
         {name: pyarrow.concat_arrays([a, pyarrow.nulls(rows - len(a), a.type)]) for name, a in columns.items()}
     )
-    return _written(table, compression="zstd", compression_level=19)
+    empty = io.BytesIO()
+    parquet.write_table(table.slice(0, 0), empty)
+    schema = parquet.ParquetFile(empty).schema  # with columns inside of columns
+    floats = [leaf.path for leaf in map(schema.column, range(len(schema))) if leaf.physical_type in ("DOUBLE", "FLOAT")]
+    return _parquet(table, floats, use_dictionary=False, write_statistics=False, store_schema=False)
 
 
 def _without(value: Any, left: set[str]) -> Any:
@@ -141,55 +136,47 @@ def _six_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _written(table: pyarrow.Table, **options: Any) -> bytes:
-    # Written empty first, for the names and types of columns inside of columns.
-    first, buffer = io.BytesIO(), io.BytesIO()
-    parquet.write_table(table.slice(0, 0), first)
-    schema = parquet.ParquetFile(first).schema
-    encodings = {
-        leaf.path: ENCODINGS.get(leaf.physical_type, "PLAIN") for leaf in map(schema.column, range(len(schema)))
-    }
-    options |= {"use_dictionary": False, "column_encoding": encodings, "write_statistics": False}
-    parquet.write_table(table, buffer, store_schema=False, **options)
+def _parquet(table: pyarrow.Table, floats: list[str], **options: Any) -> bytes:
+    """A table as Parquet, the bytes of the columns ``floats`` apart from each other: these pack best."""
+    buffer = io.BytesIO()
+    options |= {"compression": "zstd", "compression_level": 19, "use_byte_stream_split": floats or False}
+    parquet.write_table(table, buffer, **options)
     return buffer.getvalue()
 
 
-def files_of(content: bytes, where: Path) -> dict[str, bytes]:
-    """The files of a run folder, ``status`` last, from the content of the Parquet file ``where``.
+def files_of(content: bytes) -> dict[str, bytes]:
+    """The files of a run folder, ``status`` last, from the content of its Parquet file.
 
     Raises:
-        UserError: it is no such file, or says of itself that it is larger than a run can be (``LARGEST``).
+        ValueError: it has other columns, or says of itself that it is larger than a run can be (``LARGEST``); any other
+            exception of pyarrow, or of a value of another kind, where it is no file of a run.
     """
-    try:
-        file = parquet.ParquetFile(io.BytesIO(content))
-        groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
-        leaves = [group.column(place) for group in groups for place in range(group.num_columns)]
-        sizes = (sum(leaf.total_uncompressed_size for leaf in leaves), sum(leaf.num_values for leaf in leaves))
-        if max(sizes) > LARGEST[1]:
-            raise damaged(where, "it is larger than a run can be")
-        for field in file.schema_arrow:
-            fits = types.is_string if field.name in (*TEXTS, EVENT) else types.is_struct
-            if field.name not in (*TEXTS, STEP, EVENT, *TABLES) or not (fits(field.type) or types.is_null(field.type)):
-                raise damaged(where, f"column {field.name!r} is none of a kept run")
-        if any(set(leaf.encodings) - KNOWN for leaf in leaves):
-            raise damaged(where, "a column is encoded otherwise than in a kept run")
-        table = file.read()
-        columns = {name: table[name].combine_chunks() for name in table.column_names}
-        six = any(leaf.path_in_schema.startswith(f"{STEP}.") and leaf.physical_type == "FLOAT" for leaf in leaves)
-        lines = [
-            text if step is None else json.dumps(_timed(step, _six_digits if six else float))
-            for step, text in zip(columns[STEP].to_pylist(), columns[EVENT].to_pylist(), strict=True)
-        ]
-        files = {outputs.LOG: "".join(f"{line}\n" for line in lines if line is not None).encode()}
-        for name in TABLES:
-            if name in columns:
-                buffer = io.BytesIO()
-                parquet.write_table(pyarrow.Table.from_struct_array(columns[name].drop_null()), buffer)
-                files[name] = buffer.getvalue()
-        texts = [name for name in TEXTS if name in columns or name != outputs.SUMMARY]  # a run that failed may lack it
-        return files | {name: columns[name][0].as_py().encode() for name in texts}
-    except (ArrowException, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise damaged(where, " ".join(str(error).split())) from None
+    file = parquet.ParquetFile(io.BytesIO(content))
+    groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
+    leaves = [group.column(place) for group in groups for place in range(group.num_columns)]
+    sizes = (sum(leaf.total_uncompressed_size for leaf in leaves), sum(leaf.num_values for leaf in leaves))
+    # Only without a dictionary is a column in memory as large as the file says that it is.
+    if max(sizes) > LARGEST[1] or any("DICTIONARY" in name for leaf in leaves for name in leaf.encodings):
+        raise ValueError("it is larger than a run can be")
+    for field in file.schema_arrow:
+        fits = types.is_string if field.name in (*TEXTS, EVENT) else types.is_struct
+        if field.name not in (*TEXTS, STEP, EVENT, *TABLES) or not (fits(field.type) or types.is_null(field.type)):
+            raise ValueError(f"column {field.name!r} is none of a kept run")
+    six = any(leaf.path_in_schema.startswith(f"{STEP}.") and leaf.physical_type == "FLOAT" for leaf in leaves)
+    table = file.read()
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    lines = [
+        text if step is None else json.dumps(_timed(step, _six_digits if six else float))
+        for step, text in zip(columns[STEP].to_pylist(), columns[EVENT].to_pylist(), strict=True)
+    ]
+    files = {outputs.LOG: "".join(f"{line}\n" for line in lines if line is not None).encode()}
+    for name in TABLES:
+        if name in columns:
+            buffer = io.BytesIO()
+            parquet.write_table(pyarrow.Table.from_struct_array(columns[name].drop_null()), buffer)
+            files[name] = buffer.getvalue()
+    texts = [name for name in TEXTS if name in columns or name != outputs.SUMMARY]  # a run that failed may lack it
+    return files | {name: columns[name][0].as_py().encode() for name in texts}
 
 
 def checksums(kept: Path) -> dict[str, str]:
@@ -219,7 +206,10 @@ def read(kept: Path, name: str) -> dict[str, bytes]:
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != checksums(kept).get(name):
         raise damaged(path, f"its checksum is not that of {SUMS}")
-    return files_of(content, path)
+    try:
+        return files_of(content)
+    except (ArrowException, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise damaged(path, str(error)) from None
 
 
 def unpack(kept: Path, folder: Path) -> list[str]:
@@ -304,10 +294,7 @@ def packed_table(path: Path) -> bytes:
     table = pyarrow.Table.from_pandas(written_tables.read(path), preserve_index=False)
     floats = [field.name for field in table.schema if pyarrow.types.is_floating(field.type)]
     others = [name for name in table.column_names if name not in floats] or False
-    buffer, split = io.BytesIO(), floats or False  # the bytes of floats apart from each other pack best
-    options = {"compression": "zstd", "compression_level": 19, "use_byte_stream_split": split}
-    parquet.write_table(table, buffer, use_dictionary=others, **options)
-    return buffer.getvalue()
+    return _parquet(table, floats, use_dictionary=others)
 
 
 @main_guard

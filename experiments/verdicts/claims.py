@@ -43,7 +43,7 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"mean": statistics.
 
 
 class Condition(Settings):
-    """One bound on the value; exactly one key is given."""
+    """One bound on the value, or the words that it may be; exactly one key is given."""
 
     at_most: float = math.inf
     at_least: float = -math.inf
@@ -95,12 +95,8 @@ class Claim(Settings):
     def _known(self) -> Claim:
         if self.measure not in MEASURES:
             raise ValueError(f"measure {self.measure} does not exist; use one of {', '.join(MEASURES)}")
-        if self.statistic == "range" and (self.rule.partly is not None or isinstance(self.paper_value, str)):
-            raise ValueError("of a range it is told where the rule holds; leave `partly` out and give a number")
         if (self.kind == "simulated") != bool(self.depends):
             raise ValueError("what is simulated says in `depends` on what it depends, and nothing else does")
-        if self.statistic == "each" and self.rule.partly is not None:
-            raise ValueError("of each, partly means that some values hold; leave `partly` out")
         return self
 
     def combine(self, values: Sequence[Value], things: str = "runs") -> Value:
@@ -201,24 +197,16 @@ def main(
 
 
 def print_table(rows: Sequence[dict[str, Any]], scale: str) -> None:
-    """The rows as a table on the terminal."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    colours = {SUPPORTED: "green", PARTLY: "yellow", NOT_SUPPORTED: "red", NOT_TESTED: "magenta", NOT_TESTABLE: "dim"}
-    colours[DEPENDS] = "blue"
-    table = Table("claim", "paper", "ours", "unit", "kind", "n (seeds)", "verdict", title=f"Claims at scale {scale}")
+    """Print the rows, each with the number of its seeds and its note below."""
+    print(f"Claims at scale {scale}")
     for row in rows:
-        counts = [f"{row[name]} {name}" for name in COUNTS if row[name]]
-        ours = "" if row["our_value"] is None else str(row["our_value"])
-        verdict = f"[{colours[row['verdict']]}]{row['verdict']}[/]"
-        note = f"\n[dim]{escape(str(row['note']))}[/]" if row["note"] else ""
-        seeds = f"{row['n']} to {row['n_most']}" if row["n_most"] else str(row["n"])
-        cells = (str(row["paper_value"]), ours, row["unit"], row["kind"], ", ".join([seeds, *counts]))
-        table.add_row(escape(row["claim"]) + note, *(escape(str(cell)) for cell in cells), verdict)
-    console = Console()
-    Console(width=None if console.is_terminal else 140).print(table)
+        ours = "" if row["our_value"] is None else f", ours {row['our_value']}"
+        seeds = f"{row['n']} to {row['n_most']}" if row["n_most"] else row["n"]
+        counts = ", ".join([f"seeds: {seeds}", *(f"{row[name]} {name}" for name in COUNTS if row[name])])
+        print(f"\n{row['verdict'].upper()}: {row['claim']}")
+        print(f"  paper {row['paper_value']}{ours} ({row['unit']}, {row['kind']}; {counts})")
+        if row["note"]:
+            print(f"  {row['note']}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from experiments.training.outputs import STATUS
 from experiments.verdicts import archive, replay
 from experiments.verdicts.regression import Check, load_tolerances, read_table
 
-PROVENANCE = ("versions", "git", "hardware", "data_fingerprint")
+PROVENANCE = ("versions", "git", "code", "hardware", "data_fingerprint")
 
 
 def provenance(fresh: Path, studies: Sequence[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,13 +191,12 @@ def main(
     scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
     reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
-    every: Annotated[bool, typer.Option("--all", help="print every comparison, not one line per check")] = False,
 ) -> None:
     """Compare fresh tables with the committed reference; every comparison goes to RESULTS/SCALE/regression.csv."""
     fresh, known = results / scale, reference or results / "reference" / scale
     outcomes = regress(load_tolerances(), known, fresh)
     atomic_write(fresh / "regression.csv", pd.DataFrame(outcomes).to_csv(index=False, lineterminator="\n"))
-    _print(outcomes, scale, every=every)
+    _print(outcomes, scale)
     judged = [outcome for outcome in outcomes if outcome.judged]
     outside = sum(not outcome.ok for outcome in judged)
     if len(judged) < len(outcomes):
@@ -209,22 +209,18 @@ def main(
         raise SystemExit(1)
 
 
-def _print(outcomes: Sequence[Outcome], scale: str, *, every: bool) -> None:
-    """Every value outside; the values inside as one line per check unless ``every``."""
+def _print(outcomes: Sequence[Outcome], scale: str) -> None:
+    """Print every value outside, and the values inside as a line per check."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("check", "row", "reference", "fresh", "tolerance", "", title=f"Regression at scale {scale}")
-    groups: dict[tuple[str, str, bool], list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault((outcome.check, outcome.tolerance, outcome.ok), []).append(outcome)
-    for (name, tolerance, ok), rows in groups.items():
-        if ok and not every and len(rows) > 1:
-            table.add_row(name, f"{len(rows)} rows", "", "", tolerance, "ok")
-            continue
-        for row in rows:
-            mark = "ok" if ok else "[bold red]OUTSIDE[/]" if row.judged else "other text"
-            table.add_row(name, row.row, row.reference, row.fresh, tolerance, mark)
+    inside = Counter((outcome.check, outcome.tolerance) for outcome in outcomes if outcome.ok)
+    for (name, tolerance), count in inside.items():
+        table.add_row(name, f"{count} rows", "", "", tolerance, "ok")
+    for row in (outcome for outcome in outcomes if not outcome.ok):
+        mark = "[bold red]OUTSIDE[/]" if row.judged else "other text"
+        table.add_row(row.check, row.row, row.reference, row.fresh, row.tolerance, mark)
     console = Console()
     Console(width=None if console.is_terminal else 120).print(table)
 

@@ -28,8 +28,8 @@ from tests.integration.ddp_runs import SMALL, Case, Run, copied
 from tests.workers import same
 
 
-def low_rank(factors: str, one_sided: bool = False) -> dict[str, Any]:
-    return {"method": "powersgd", "rank": 4, "factor_dtype": factors, "one_sided": one_sided, **SMALL}
+def low_rank(factors: str) -> dict[str, Any]:
+    return {"method": "powersgd", "rank": 4, "factor_dtype": factors, **SMALL}
 
 
 DDP: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ DDP: dict[str, dict[str, Any]] = {
     "topk": {"method": "topk", "density": 0.1, **SMALL},
     "powersgd fp32": low_rank("fp32"),
     "powersgd int8": low_rank("int8"),
-    "powersgd int4 one-sided": low_rank("int4", True),
+    "powersgd int4": low_rank("int4"),
 }
 # What they do hangs on times, which are of the device.
 TIMED = {name: USUAL[name] for name in ("search", "gate")}

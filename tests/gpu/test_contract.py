@@ -23,14 +23,14 @@ def test_all_laws_hold(name: str, setting: contract.Setting, device: torch.devic
 @on_a_gpu
 @pytest.mark.parametrize("name", contract.variants())
 def test_state_follows_a_loss_scale(name: str, device: torch.device) -> None:
-    contract.scale_is_followed(name, contract.Setting(True, torch.float32, 2, False, "flat"), device)
+    contract.scale_is_followed(name, contract.Setting(True, torch.float32, 2, "flat"), device)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("name", contract.variants())
 def test_a_cpus_state_goes_on_on_the_device(name: str, device: torch.device) -> None:
     """The other way is a law: every course is also ended on a CPU."""
-    host, masked = (contract.Setting(on, torch.float32, 2, False, "flat") for on in (False, True))
+    host, masked = (contract.Setting(on, torch.float32, 2, "flat") for on in (False, True))
     reference = contract.Team(name, host)
     for step in range(4):
         reference.advance(step, contract.RANKS[step])

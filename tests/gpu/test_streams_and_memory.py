@@ -63,7 +63,7 @@ def _another_stream(device: torch.device) -> Any:
 # The first example of every method that compresses, and what needs other room.
 FIRST = {kind.method: name for name, (kind, _) in reversed(examples.FOUND.items()) if name not in examples.DENSE}
 MEASURED = [name for name in FIRST.values() if name != "edgc"]
-MEASURED += ["powersgd int8", "powersgd one-sided", "powersgd errors in bf16", "topk_dgc"]
+MEASURED += ["powersgd int8", "powersgd errors in bf16", "topk_dgc"]
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -87,7 +87,8 @@ def test_memory_of_a_step_does_not_grow_and_is_bounded(name: str, device: torch.
     quantised = options["method"] in ("quantize", "sign") or "int" in options.get("factor_dtype", "")
     scratch = SCRATCH[device.type] * (torch.get_num_threads() if device.type == "cpu" else 1) if quantised else 0
     velocities = 2.0 if options.get("momentum") else 0.0  # of this step and of the last one
-    limit = (MULTIPLE.get(options["method"], 4.0) + velocities) * size + scratch
+    # Error feedback of this step, until it is settled, and of the last one.
+    limit = (MULTIPLE.get(options["method"], 4.0) + 1.0 + velocities) * size + scratch
     assert 0.5 * size <= peaks[1] <= limit, f"{peaks[1] / size:.2f} times the gradients"
 
 

@@ -121,7 +121,6 @@ class Run:
         self,
         case: Case,
         seed: int = 0,
-        group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
         config: EDGCConfig | None = None,
         device: torch.device | None = None,
@@ -132,9 +131,7 @@ class Run:
         config = config or case.config
         self.model = wrapped(Net(TYPES[case.dtype], case.unused).to(self.device), case, **ddp)
         self.handle = (
-            None
-            if case.plain
-            else edgc.ddp.register(self.model, config, iterations=case.steps, process_group=group, scaler=scaler)
+            None if case.plain else edgc.ddp.register(self.model, config, iterations=case.steps, scaler=scaler)
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
         self.losses: list[float] = []

@@ -101,11 +101,11 @@ class Launcher:
         assert (self.path(values) / "status").read_text() == f"{status}\n", stderr
         return self.path(values)
 
-    def refusal(self, values: dict[str, Any], **options: bool) -> str:
+    def refusal(self, values: dict[str, Any]) -> str:
         """The one line in which a run is refused before any process is started, in this one."""
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stop:
-            launch.main(config=self.config(values), results=self.results, **options)
+            launch.main(config=self.config(values), results=self.results)
         [line] = stderr.getvalue().splitlines()
         assert stop.value.code == 2 and line.startswith("error: ")
         return line

@@ -106,7 +106,7 @@ def adam(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def save(session: Session, root: Path, log: Path) -> None:
-    Checkpoints(session, root, "fingerprint").save(Progress(SAVED_AFTER, 1.5, [2], log, {}))
+    Checkpoints(session, root, "fingerprint").save(Progress(SAVED_AFTER, 1.5, [2], log))
 
 
 def interrupted(run: RunConfig, root: Path, log: Path) -> dict[str, Any]:

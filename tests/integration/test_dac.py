@@ -4,33 +4,71 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edgc.compressors import Channel
 from edgc.control.controller import Decision
-from edgc.megatron import cpu_shims
-from experiments.bench import stages
-from experiments.spec.settings import RunConfig
+from tests.integration.megatron_cases import configuration, session_of, steps
 from tests.unit.test_network_change import by_formula
 from tests.workers import run_workers
 
 # Over 20 s: injected delays are waited for, and times have to be measured again after they change.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.costly]
 
-# On a busy machine times seem to change before they do; then nothing is judged for eight windows of four.
-PLAN = stages.Plan(pipeline=2, data=2, megabytes=2.0, slowdown=4.0, steps=76, micro_batches=2, sequence=16)
+WINDOW, RANK = 4, 8
+# On a busy machine times seem to change before they do; then nothing is judged for eight windows.
+ITERATIONS = 96
 DROP = 29  # iteration, the first of a window
 FACTOR = 3.0
+BANDWIDTHS = (0.5e6, 2e6)  # injected, per stage, in bytes per second
+DAC = {
+    "method": "edgc",
+    "policy": "fixed",
+    "rank": RANK,
+    "window": WINDOW,
+    "warmup_fraction": 0.0,
+    "stability_tolerance": 10.0,
+    "remeasure_above": 0.2,
+    "entropy": {"iteration_rate": 0.25},
+    "alignment": "measured",
+    "search_start": 2,
+    "search_repeats": 1,
+}
+
+
+class SlowChannel(Channel):
+    """Whoever waits for collectives sleeps for bytes / bandwidth more."""
+
+    bandwidth = 1.0
+    counted = 0
+
+    def finish(self) -> None:
+        super().finish()
+        waiting = time.perf_counter()
+        time.sleep((self.bytes - self.counted) / SlowChannel.bandwidth)
+        self.counted = self.bytes
+        self.waited.add(waiting, time.perf_counter())
 
 
 def trained() -> dict[str, Any]:
-    cpu_shims.install()
-    settings = stages.settings(PLAN, "dac")
-    settings["compression"] |= {"search_repeats": 1, "remeasure_above": 0.2}
-    return stages.train(RunConfig(**settings), PLAN.bandwidths, slower={DROP: FACTOR})
+    train = {"iterations": ITERATIONS, "lr": 1e-3, "eval_interval": ITERATIONS}
+    run = configuration("dac", DAC, model={"layers": 4, "hidden": 64}, train=train)
+    session = session_of(run)
+    engine = session.attachment.engine
+    engine.open_channel = SlowChannel
+    found: dict[str, Any] = {"stage": session.stage, "iterations": [], "decisions": []}
+    for iteration in range(1, ITERATIONS + 1):
+        SlowChannel.bandwidth = BANDWIDTHS[session.stage] / (FACTOR if iteration >= DROP else 1.0)
+        found["iterations"].append({"iteration": iteration, "rank": engine.plan.ranks[session.stage]})
+        steps(session, run, iteration, iteration + 1)
+        found["decisions"] += [engine.decision] if engine.decision is not None else []
+    session.attachment.close()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +100,11 @@ def test_ranks_are_those_of_the_formula(decisions: list[Decision]) -> None:
         timing = decision.timing or timing
         if decision.phase == "active":
             assert decision.r_min is not None and decision.r_max is not None
-            assert decision.ranks == by_formula(timing, PLAN.rank, decision.r_min, decision.r_max)
+            assert decision.ranks == by_formula(timing, RANK, decision.r_min, decision.r_max)
             active.append(decision.ranks)
-    assert len(active) > 2 and active[0][0] == PLAN.rank
+    assert len(active) > 2 and active[0][0] == RANK
     second = active[0][1]
-    assert second is None or second > PLAN.rank, "the stage with the faster link and the head start sends more"
+    assert second is None or second > RANK, "the stage with the faster link and the head start sends more"
 
 
 def test_by_the_measured_times_stages_finish_closer_together_than_with_equal_ranks(decisions: list[Decision]) -> None:
@@ -94,6 +132,6 @@ def test_a_drop_of_bandwidth_is_noticed_and_measured(ranks: list[dict[str, Any]]
     # Training went on compressed, and the ranks of a stage hold for all its replicas.
     for rank in ranks:
         during = [i for i in rank["iterations"] if trigger.iteration < i["iteration"] <= after.iteration]
-        assert rank["stage"] or all(iteration["rank"] == PLAN.rank for iteration in during)
+        assert rank["stage"] or all(iteration["rank"] == RANK for iteration in during)
     logged = [d for d in decisions if d.reduction_seconds]
     assert logged and all(math.isfinite(x) for d in logged for x in (*d.reduction_seconds, *d.predicted_seconds))

@@ -45,10 +45,10 @@ def mean(tensor: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def registered(module: nn.Module, settings: dict[str, Any], whole_steps: bool = True, **options: Any) -> Any:
+def registered(module: nn.Module, settings: dict[str, Any], **options: Any) -> Any:
     """A model under DDP and its handle."""
     model, config = DistributedDataParallel(module, **options), EDGCConfig.from_dict(settings)
-    return model, edgc.ddp.register(model, config, iterations=60, whole_steps=whole_steps)
+    return model, edgc.ddp.register(model, config, iterations=60)
 
 
 class Given(nn.Module):
@@ -66,12 +66,12 @@ class Given(nn.Module):
 # ------------------------------------------------------------------ parameters that backward does not come by
 
 
-def lost_of_unused(settings: dict[str, Any], view: bool, whole: bool) -> tuple[float, float]:
+def lost_of_unused(settings: dict[str, Any], view: bool) -> tuple[float, float]:
     """How much of the gradients that were computed has neither arrived nor is kept, relative to them, and how much is
     kept, of a parameter that is used now and then."""
     module = Given(torch.zeros(24, 32), torch.zeros(32, 24).t())
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
-    model, handle = registered(module, settings, whole, **options)
+    model, handle = registered(module, settings, **options)
     parameter = module.each[0]
     arrived, given = torch.zeros(2, 24, 32, dtype=torch.float64)
 
@@ -127,7 +127,7 @@ def unused() -> None:
             with masked_path(on), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 view = (i + on) % 3 == 2
-                results[f"{name}, masked {on}, view {view}"] = lost_of_unused(settings, view, (i + on) % 4 != 3)
+                results[f"{name}, masked {on}, view {view}"] = lost_of_unused(settings, view)
     if dist.get_rank() == 0:
         assert all(lost < 1e-5 and kept > 0 for lost, kept in results.values()), results
 

@@ -26,7 +26,7 @@ pytest.importorskip("megatron.core")
 
 from tests.integration import virtual_cases as cases
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.costly]
 ROOT = Path(__file__).resolve().parents[2]
 # Whole on every tensor-parallel rank: layernorms, positions, and biases that follow a sum over these ranks.
 REPLICATED = re.compile(r"layernorm|position_embeddings|linear_proj\.bias|linear_fc2\.bias")
@@ -138,7 +138,6 @@ def test_the_program_prints_and_writes_the_same(tmp_path: Path) -> None:
     ("options", "named"),
     [
         (("--study", "methods"), "no cluster section"),
-        (("--study", "gpt2_345m", "--scale", "ci"), "no runs at scale ci"),
         (("--study", "gpt2_345m", "--method", "magic"), "has no method 'magic'"),
         (("--study", "gpt2_345m", "--method", "topk"), "depends on values"),
         (("--study", "gpt2_345m", "--method", "optimus_cc"), "a fused embedding is sent after"),

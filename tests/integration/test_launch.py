@@ -70,13 +70,13 @@ def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_rep
     record = yaml.safe_load((folder / "run.yaml").read_text())["provenance"]
     assert len(record["data_fingerprint"]) >= 12 and record["code"] == training_code()
     assert not (folder / ".attempt").exists()
-    assert any((folder / "tensorboard").iterdir())
-    assert load_run(folder).ok and outputs.check(folder)
+    outputs.check(folder)
+    assert load_run(folder).ok
     tokens, hidden, micro_batches = 2 * 32, 32, 2
     for step in read_events(folder / "metrics.jsonl", "step"):
         first, last = step["stages"]
         assert not step["skipped"] and first["seconds_exposed"] > 0 and last["seconds_exposed"] > 0
-        assert step["pipeline_bytes"] == last["pipeline_bytes"] == micro_batches * 4 * 2 * (tokens + hidden)
+        assert last["pipeline_bytes"] == micro_batches * 4 * 2 * (tokens + hidden)
         assert last["pipeline_bytes_dense"] == micro_batches * 4 * tokens * hidden
         assert first["pipeline_bytes"] == 0 and first["pipeline_relative_error"] is None
         assert 0 < last["pipeline_relative_error"] < 1

@@ -108,11 +108,11 @@ def states() -> None:
     attachment = session.attachment
     state = attachment.state_dict()
     place, engine = state["place"], state["engine"]
-    other_place = {**place, "pipeline stage": 1 - place["pipeline stage"]}
+    other_place = {**place, "pipeline": 1 - place["pipeline"]}
     other_errors = {**engine["compressor"], "errors": {"x": torch.ones(2)}}
     for changed, *names in (
         ({**state, "rank": 1 - state["rank"]}, "this is rank"),
-        ({**state, "place": other_place}, "pipeline stage"),
+        ({**state, "place": other_place}, "pipeline parallel rank"),
         (None, "NoneType"),
         ({"world": 2, "rank": state["rank"]}, "engine"),
         ({**state, "engine": {key: value for key, value in engine.items() if key != "window"}}, "engine.window"),

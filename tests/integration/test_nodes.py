@@ -59,6 +59,7 @@ def ranks_of(launcher: int) -> list[int]:
     return ranks
 
 
+@pytest.mark.costly
 def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Launcher) -> None:
     train = {"iterations": 60, "checkpoint_interval": 5, "global_batch": 4}
     one, two = (

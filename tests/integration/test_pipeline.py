@@ -138,13 +138,13 @@ def counting() -> None:
     """The schedule is Megatron's own."""
     compared = 0
     assert BackwardSchedule(stages=1).sent(0, 4) == []
-    for stages, chunks, more, extra, micro_batches in itertools.product(
-        (2, 3, 4, 8), (None, 1, 2, 4), (0, 1, 3), (0, 1), (1, 2, 5, 8, 9)
+    for stages, chunks, more, micro_batches in itertools.product(
+        (2, 3, 4, 8), (None, 1, 2, 4), (0, 1, 3), (1, 2, 5, 8, 9)
     ):
         group = stages + more
-        if chunks is None and (more or extra):
+        if chunks is None and more:
             continue
-        schedule = BackwardSchedule(stages=stages, chunks=chunks, group=group, extra_warmup=extra if chunks else 0)
+        schedule = BackwardSchedule(stages=stages, chunks=chunks, group=group)
         table = schedules.get_schedule_table(micro_batches, chunks or 1, group)
         if chunks is not None:
             assert schedule.steps(micro_batches) == [chunks - chunk - 1 for _, chunk in table]
@@ -157,7 +157,6 @@ def counting() -> None:
                 micro_batches,
                 chunks or 1,
                 group,
-                overlap_moe_expert_parallel_comm=bool(extra),
                 p2p_communicator=other,
             )
             assert schedule.warmup(stage, micro_batches) == warmup
@@ -167,7 +166,7 @@ def counting() -> None:
             assert [c - 1 if last else c for c in sent] == needed
             assert 0 <= schedule.cooldown(stage, micro_batches) <= len(sent)
             compared += 1
-    assert compared > 500
+    assert compared > 200
 
 
 def full_rank_is_no_compression(reference: Ranks, full: Ranks) -> None:
@@ -205,13 +204,13 @@ def one_forward_one_backward() -> None:
     megatron, low = run(PP4, LONG), run(PP4, LONG, rank=RANK)
     full = run(PP4, LONG, {"always_factor": True}, rank=256)
     last = run(PP4, LONG, rank=RANK, epilogue_only=True)
-    bf16 = run(PP4, LONG, precision="bf16", rank=RANK, factor_dtype="bf16")
+    bf16 = run(PP4, LONG, precision="bf16", rank=RANK)
     for ranks in (megatron, low, full, last, bf16):
         learns(ranks)
     full_rank_is_no_compression(megatron, full)
     for ranks, tolerance in ((low, 1e-5), (last, 1e-5), (bf16, 1e-4)):
         nothing_is_lost(ranks, tolerance)
-    for ranks, message, dense in ((low, FACTORS, DENSE), (bf16, FACTORS // 2, DENSE // 2)):
+    for ranks, message, dense in ((low, FACTORS, DENSE), (bf16, FACTORS, DENSE // 2)):
         assert [rank["traffic_bytes"] for rank in ranks] == [0] + [6 * message] * 3
         assert traffic(ranks, "dense_bytes") == [0] + [6 * dense] * 3
         assert all(0 < rank["relative_error"] < 1 and rank["seconds"] > 0 for rank in ranks[1:])
@@ -221,12 +220,6 @@ def one_forward_one_backward() -> None:
     assert traffic(large, "sent_compressed") == traffic(large, "received_compressed") == [0] * 4
     assert traffic(large, "sent") == [0, 6, 6, 6] and traffic(large, "received") == [6, 6, 6, 0]
     assert [rank["traffic_bytes"] for rank in large] == traffic(large, "dense_bytes") == [0] + [6 * DENSE] * 3
-    # Without error feedback more is lost.
-    forgetful = run(PP4, LONG, rank=RANK, error_feedback=False)
-    assert not any(rank["state"]["errors"] for rank in forgetful)
-    for one, other in zip(itertools.pairwise(low), itertools.pairwise(forgetful), strict=True):
-        lost = [float((s["sent"] - r["received"]).norm() / s["sent"].norm()) for r, s in (one, other)]
-        assert lost[0] < lost[1]
     batched = run(PP4, SHORT, {"batch_p2p_comm": True}, rank=RANK)
     assert same_run(batched, low) and not any(rank["asynchronous"] for rank in batched)
     assert low[0]["relative_error"] is None and not same_run(low, megatron) and not same_run(last, low)

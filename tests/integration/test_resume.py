@@ -103,7 +103,7 @@ def test_two_replicas_go_on_from_four_and_owe_the_same(ranks: list[dict[str, Any
         ("data", "UserError", "data.fingerprint = 'other', but the run's checkpoint has 'fingerprint'"),
         ("branch", "UserError", "train.lr = 0.002, but the run's checkpoint has 0.003"),
         ("no_state", "UserError", "branches from dp2_pp2-s1, which has kept no state"),
-        ("no_state", "UserError", "--run dp2_pp2-s1 --scale test --results "),
+        ("no_state", "UserError", "dp2_pp2-s1 and train that run again"),
         ("damage", "DamagedCheckpoint", "iter_0000004 is damaged: file edgc/rank_00002.pt has "),
         ("none_left", "None", ""),
         ("empty", "UserError", "the checkpoint does not hold this model: KeyError: "),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from experiments.spec.settings import RunConfig
+from experiments.spec.settings import RunConfig, padded_vocabulary
 from tests.integration.megatron_cases import VOCABULARY, configuration, train
 
 RANKS = 4
@@ -124,21 +124,32 @@ def _saved(session: Any, run: RunConfig) -> int:
 
 def virtual() -> dict[str, list[dict[str, Any]]]:
     """The same ranks on the meta device."""
-    from experiments.simulation.placement import stage_activations
     from experiments.simulation.virtual_rank import VirtualRank
-    from experiments.spec.settings import padded_vocabulary
 
     found: dict[str, list[dict[str, Any]]] = {}
     for name in CASES:
         run = run_of(name)
-        vocabulary = padded_vocabulary(VOCABULARY, run.parallel.tensor)
         for rank in range(RANKS):
             place = VirtualRank(run, rank)
             step = place.step()
-            found.setdefault(name, []).append(
-                asdict(step) | {"formula": stage_activations(run, place.coordinates[2], vocabulary)}
-            )
+            found.setdefault(name, []).append(asdict(step) | {"formula": activations(run, place.coordinates[2])})
     return found
+
+
+def activations(run: RunConfig, stage: int) -> float:
+    """Bytes that a stage keeps for one micro-batch on one GPU in fp32 and without dropout.
+
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
+    equation (2), s b h (10 + 24/t + 5 a s / (h t)) of 2-byte activations with masks: here both layernorms' inputs and
+    those of QKV and of the first MLP product whole; Q, K, V, the projection's input, GeLU's input and output, and the
+    scores divided by t. The last stage adds the final layernorm's input, that of the output layer, and probabilities.
+    """
+    model, t = run.model, run.parallel.tensor
+    tokens = model.sequence_length * run.train.micro_batch
+    scores = model.heads * model.sequence_length / model.hidden
+    held = 4 * tokens * model.hidden * (4 + (12 + scores) / t) * model.layers / run.parallel.pipeline
+    last = 2 * model.hidden + padded_vocabulary(VOCABULARY, t) / t
+    return held + (4 * tokens * last if stage == run.parallel.pipeline - 1 else 0)
 
 
 def models() -> dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]]:

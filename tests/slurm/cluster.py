@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import pwd
 import secrets
 import shutil
 import signal
@@ -30,9 +29,8 @@ from experiments.common.processes import die_with_parent, stop
 
 STATE = Path(tempfile.gettempdir(), "edgc-slurm")
 ETC = Path("/etc/slurm")
-LINKS = ("slurm.conf", "gres.conf", "cgroup.conf", "slurmdbd.conf")
+LINKS = ("slurm.conf", "gres.conf", "cgroup.conf")
 PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
-PACKAGES |= {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 ACCOUNT = "research"
 NODES, CPUS, MEMORY, GPUS = ("n1", "n2"), 4, 8000, 2
 START_SECONDS = 120.0
@@ -118,7 +116,7 @@ def output(*command: str) -> str:
         return ""
 
 
-def start(daemons: contextlib.ExitStack, name: str, *command: str, user: str | None = None) -> None:
+def start(daemons: contextlib.ExitStack, name: str, *command: str) -> None:
     """Start a process of the cluster, a child of this process that dies with it."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     with (STATE / "log" / f"{name}.out").open("ab") as log:
@@ -127,7 +125,6 @@ def start(daemons: contextlib.ExitStack, name: str, *command: str, user: str | N
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            user=user,
             env=os.environ | {"PATH": path},
             preexec_fn=die_with_parent(signal.SIGKILL),
         )
@@ -135,7 +132,7 @@ def start(daemons: contextlib.ExitStack, name: str, *command: str, user: str | N
 
 
 def configuration(ports: Sequence[int]) -> dict[str, str]:
-    """The files of Slurm, by name. Ports: controller, accounting, then one for each node."""
+    """The files of Slurm, by name. Ports: controller, then one for each node."""
     host = socket.gethostname().partition(".")[0]
     munge = STATE / "munge" / "socket"
     settings = {
@@ -176,13 +173,9 @@ def configuration(ports: Sequence[int]) -> dict[str, str]:
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
         "GresTypes": "gpu",
-        "AccountingStorageType": "accounting_storage/slurmdbd",
-        "AccountingStorageHost": "127.0.0.1",
-        "AccountingStoragePort": ports[1],
-        "AccountingStoragePass": munge,
     }
     lines = [f"{key}={value}" for key, value in settings.items()]
-    for name, port in zip(NODES, ports[2:], strict=True):
+    for name, port in zip(NODES, ports[1:], strict=True):
         lines.append(
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} CoresPerSocket={CPUS} "
             f"RealMemory={MEMORY} Gres=gpu:{GPUS} State=UNKNOWN"
@@ -192,48 +185,9 @@ def configuration(ports: Sequence[int]) -> dict[str, str]:
     lines.append(f"PartitionName=urgent PriorityTier=100 PreemptMode=OFF {everywhere}")
     # A GPU without a file counts as none.
     gres = [f"NodeName={name} Name=gpu File={STATE}/gpu{index}" for name in NODES for index in range(GPUS)]
-    accounting = [
-        "AuthType=auth/munge",
-        f"AuthInfo=socket={munge}",
-        "DbdHost=localhost",
-        "DbdAddr=127.0.0.1",
-        f"DbdPort={ports[1]}",
-        "SlurmUser=root",
-        f"LogFile={STATE}/log/slurmdbd.log",
-        f"PidFile={STATE}/slurmdbd.pid",
-        "StorageType=accounting_storage/mysql",
-        "StorageUser=slurm",
-        "StoragePass=slurm",
-        "StorageLoc=slurm",
-        "CommunicationParameters=NoInAddrAny",
-    ]
-    contents = (lines, gres, ["CgroupPlugin=cgroup/v1"], accounting)
+    contents = (lines, gres, ["CgroupPlugin=cgroup/v1"])
     files = dict(zip(LINKS, contents, strict=True))
     return {name: "\n".join(content) + "\n" for name, content in files.items()}
-
-
-def start_database(daemons: contextlib.ExitStack) -> str:
-    """A database server for slurmdbd, reached through a socket file; returns that."""
-    folder = STATE / "database"
-    folder.mkdir()
-    # Its server refuses to run as root.
-    user = pwd.getpwnam("mysql")
-    os.chown(folder, user.pw_uid, user.pw_gid)
-    file = str(folder / "socket")
-    prepare = ["--no-defaults", f"--datadir={folder}/data", "--auth-root-authentication-method=normal"]
-    subprocess.run(["mariadb-install-db", *prepare], user="mysql", capture_output=True, check=True)
-    options = [f"--datadir={folder}/data", f"--socket={file}", f"--pid-file={folder}/pid", "--skip-networking"]
-    start(daemons, "mariadbd", "mariadbd", "--no-defaults", *options, user="mysql")
-    client = ["mariadb", "--no-defaults", "-uroot", f"--socket={file}"]
-    wait_until(lambda: subprocess.run([*client, "-e", ""], capture_output=True).returncode == 0, "database")
-    grant = "create database slurm; create user slurm@localhost identified by 'slurm'; "
-    subprocess.run([*client, "-e", f"{grant} grant all on slurm.* to slurm@localhost"], check=True)
-    return file
-
-
-def listening(port: int) -> bool:
-    with contextlib.closing(socket.socket()) as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def bring_up(daemons: contextlib.ExitStack) -> None:
@@ -248,10 +202,9 @@ def bring_up(daemons: contextlib.ExitStack) -> None:
     key = STATE / "munge" / "key"
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(1024))
-    ports = free_ports(2 + len(NODES))
+    ports = free_ports(1 + len(NODES))
     for name, content in configuration(ports).items():
         path = STATE / "etc" / name
-        path.touch(0o600 if name == "slurmdbd.conf" else 0o644)
         path.write_text(content)
         ETC.mkdir(exist_ok=True)
         (ETC / name).unlink(missing_ok=True)
@@ -260,23 +213,12 @@ def bring_up(daemons: contextlib.ExitStack) -> None:
     munge += [f"--socket={STATE}/munge/socket", f"--log-file={STATE}/log/munged.log"]
     start(daemons, "munged", "munged", "--foreground", *munge)
     wait_until((STATE / "munge" / "socket").exists, "munged")
-    os.environ["MYSQL_UNIX_PORT"] = start_database(daemons)
-    start(daemons, "slurmdbd", "slurmdbd", "-D")
-    wait_until(lambda: listening(ports[1]), "slurmdbd")
-    wait_until(lambda: "one_machine" in _register(), "accounting")
     start(daemons, "slurmctld", "slurmctld", "-D", "-c")
     wait_until(lambda: "is UP" in output("scontrol", "ping"), "slurmctld")
     for name in NODES:
         start(daemons, f"slurmd-{name}", "slurmd", "-D", "-N", name)
     ready = ["sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"]
     wait_until(lambda: set(output(*ready).split()) == set(NODES), "nodes")
-
-
-def _register() -> str:
-    """Make the cluster, an account and its user known to accounting; returns the known clusters."""
-    for words in ("cluster one_machine", f"account {ACCOUNT} cluster=one_machine", f"user root account={ACCOUNT}"):
-        subprocess.run(["sacctmgr", "--immediate", "add", *words.split()], capture_output=True)
-    return output("sacctmgr", "--noheader", "show", "cluster", "format=cluster%20")
 
 
 def clear_up() -> None:

@@ -14,8 +14,8 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference"
-RESTORED = [("ci", name) for name in ("moe", "optimus_cc", "window_ablation")]
-RESTORED += [("workstation", name) for name in ("orthonormal_q", "policies_bert", "rank_sweep", "tuning")]
+RESTORED = [("ci", "window_ablation")]
+RESTORED += [("workstation", name) for name in ("orthonormal_q", "policies_bert", "rank_sweep")]
 
 
 @pytest.fixture(scope="session")

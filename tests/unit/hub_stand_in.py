@@ -10,7 +10,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -94,9 +94,12 @@ for _dataset, _config, _splits, _count, _row in SOURCES:
     REPOSITORIES.setdefault(_dataset, {})[_config] = _rows
 
 
-def _parquet(rows: list[Row], schema: pa.Schema | None = None) -> bytes:
+COMMIT = "0123456789" * 4  # of every repository
+
+
+def _parquet(rows: list[Row]) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema), buffer)
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
     return buffer.getvalue()
 
 
@@ -113,110 +116,77 @@ def _files(configs: dict[str, dict[str, list[Row]]]) -> dict[str, bytes]:
     return found
 
 
-class Hub:
-    """The server's content, and what was asked of it."""
-
-    def __init__(self) -> None:
-        self.files = {name: _files(configs) for name, configs in REPOSITORIES.items()}
-        self.requests: list[str] = []
-        self.stalled = ""  # a file with this in its path is not answered further than its middle
-        self.go_on = threading.Event()
-        self.environment: dict[str, str] = {}  # by which programs find this hub and no other
-
-    def revision(self, dataset: str) -> str:
-        """The commit of a repository: other content, other commit."""
-        parts = (part for item in sorted(self.files[dataset].items()) for part in (item[0].encode(), item[1]))
-        return hashlib.sha1(b"\0".join(parts)).hexdigest()
-
-    def set_rows(self, dataset: str, config: str, split: str, rows: list[Row]) -> None:
-        """Other rows in a repository, of the same schema."""
-        name = f"{config}/{split}-00000-of-00001.parquet"
-        self.files[dataset][name] = _parquet(rows, pq.read_schema(io.BytesIO(self.files[dataset][name])))
+def _entries(files: dict[str, bytes], below: str, recursive: bool) -> list[Row]:
+    """Files and folders below a folder, as the hub lists them."""
+    entries: dict[str, Row] = {}
+    for path, content in files.items():
+        if below and not path.startswith(below + "/"):
+            continue
+        rest = path[len(below) + 1 :] if below else path
+        if "/" in rest:
+            folder = path[: len(path) - len(rest)] + rest.partition("/")[0]
+            entries[folder] = {"type": "directory", "oid": "0" * 40, "size": 0, "path": folder}
+        if "/" not in rest or recursive:
+            oid = hashlib.sha1(content).hexdigest()
+            entries[path] = {"type": "file", "oid": oid, "size": len(content), "path": path}
+    return list(entries.values())
 
 
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class Handler(BaseHTTPRequestHandler):
+    """Answers of the hub."""
 
-        def log_message(self, *_: Any) -> None:
-            pass
+    protocol_version = "HTTP/1.1"
+    files = {name: _files(configs) for name, configs in REPOSITORIES.items()}
 
-        def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(code)
-            for key, value in headers.items():
-                self.send_header(key.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                stall = bool(hub.stalled and hub.stalled in self.path)
-                self.wfile.write(body[: len(body) // 2])
-                if stall:
-                    self.wfile.flush()
-                    hub.go_on.wait(timeout=600)
-                with suppress(ConnectionError):  # who asked may be gone
-                    self.wfile.write(body[len(body) // 2 :])
+    def log_message(self, *_: Any) -> None:
+        pass
 
-        def answer_json(self, value: Any) -> None:
-            self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
+    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for key, value in headers.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
-        def entries(self, files: dict[str, bytes], below: str, recursive: bool) -> list[Row]:
-            found: dict[str, Row] = {}
-            for path, content in files.items():
-                if below and not path.startswith(below + "/"):
-                    continue
-                rest = path[len(below) + 1 :] if below else path
-                if "/" in rest:
-                    folder = path[: len(path) - len(rest)] + rest.partition("/")[0]
-                    found[folder] = {"type": "directory", "oid": "0" * 40, "size": 0, "path": folder}
-                if "/" not in rest or recursive:
-                    oid = hashlib.sha1(content).hexdigest()
-                    found[path] = {"type": "file", "oid": oid, "size": len(content), "path": path}
-            return list(found.values())
+    def answer_json(self, value: Any) -> None:
+        self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
 
-        def do_GET(self) -> None:
-            url = urlsplit(unquote(self.path))
-            hub.requests.append(f"{self.command} {self.path}")
-            for name in hub.files:
-                kind, _, rest = url.path.partition(f"datasets/{name}")
-                if rest and kind in ("/", "/api/"):
-                    self.answer_for(name, rest, "recursive=true" in url.query.lower())
-                    return
-            self.answer(404, X_Error_Code="RepoNotFound")
-
-        def answer_for(self, name: str, rest: str, recursive: bool) -> None:
-            """``rest`` is /resolve/<commit>/<path>, /tree/<commit>/<path> or /revision/<commit>."""
-            files, commit = hub.files[name], hub.revision(name)
-            _, action, _, *parts = rest.split("/")
-            path = "/".join(parts)
+    def do_GET(self) -> None:
+        """Paths are [/api]/datasets/<name>/ and resolve/<commit>/<path>, tree/<commit>/<path> or revision/<commit>."""
+        url = urlsplit(unquote(self.path))
+        for name, files in self.files.items():
+            kind, _, rest = url.path.partition(f"datasets/{name}/")
+            if not rest or kind not in ("/", "/api/"):
+                continue
+            action, _, path = (*rest.split("/", 2), "")[:3]
             if action == "resolve" and path in files:
                 etag = f'"{hashlib.sha1(files[path]).hexdigest()}"'
-                self.answer(200, files[path], ETag=etag, X_Repo_Commit=commit)
-            elif action == "tree" and (rows := self.entries(files, path, recursive)):
+                self.answer(200, files[path], ETag=etag, X_Repo_Commit=COMMIT)
+            elif action == "tree" and (rows := _entries(files, path, "recursive=true" in url.query.lower())):
                 self.answer_json(rows)
             elif action == "revision":
                 siblings = [{"rfilename": path} for path in files]
-                self.answer_json({"id": name, "sha": commit, "siblings": siblings, "private": False})
+                self.answer_json({"id": name, "sha": COMMIT, "siblings": siblings, "private": False})
             else:
-                self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+                self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+            return
+        self.answer(404, X_Error_Code="RepoNotFound")
 
-        do_HEAD = do_GET
-
-    return Handler
+    do_HEAD = do_GET
 
 
 @contextmanager
-def serve() -> Iterator[Hub]:
-    """A hub that answers on a free port of the loopback until the block ends."""
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    # As a proxy it also answers for the hub's other hosts, whose names are derived from the first.
-    hub.environment = {"HF_ENDPOINT": "http://hub.invalid", "HF_HUB_DISABLE_XET": "1"}
-    for name in ("http_proxy", "https_proxy"):
-        hub.environment |= dict.fromkeys((name, name.upper()), f"http://127.0.0.1:{server.server_address[1]}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
+def serve() -> Iterator[dict[str, str]]:
+    """Environment by which programs find a hub on the loopback, and no other, until the block ends."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        # As a proxy it also answers for the hub's other hosts, whose names are derived from the first.
+        environment = {"HF_ENDPOINT": "http://hub.invalid", "HF_HUB_DISABLE_XET": "1"}
+        for name in ("http_proxy", "https_proxy"):
+            environment |= dict.fromkeys((name, name.upper()), f"http://127.0.0.1:{server.server_address[1]}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield environment
+        finally:
+            server.shutdown()

@@ -73,7 +73,6 @@ def results(folder: Path) -> Path:
         ],
     )
     write(root / "methods" / "summary.csv", summary())
-    write(root / "methods" / "timings.csv", [{"variant": v[0], "seed": s, "seconds_total": 90.0} for v, s in runs])
     few = summary(VARIANTS[:3])
     few[1] |= {"n": 1, "n_ok": 1, "gap_nats_low": None, "gap_nats_high": None}
     write(root / "equal_bytes" / "summary.csv", few)
@@ -81,7 +80,7 @@ def results(folder: Path) -> Path:
     write(root / "gpt2_12p1b_h100" / "traces.csv", [{"entropy": "gpt", "gbits_per_second": 1}])
     (root / "methods" / "none-s1").mkdir()
     record = {"runs": 14, "versions": {"torch": "2.13.0"}, "git": {"commit": "0123456789abcdef", "dirty": True}}
-    record |= {"hardware": {"cpu": "A processor", "cores": 2, "gpus": [], "system": "Linux"}}
+    record |= {"code": ["a", "a+b"], "hardware": {"cpu": "A processor", "cores": 2, "gpus": [], "system": "Linux"}}
     (root / "methods" / "provenance.yaml").write_text(yaml.safe_dump(record))
     for name in ("methods", "gpt2_12p1b_h100"):
         picture(root / "figures" / f"{name}.png", (600, 300))
@@ -103,13 +102,9 @@ def curve(variant: tuple[Any, ...], seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def picture(path: Path, size: tuple[int, int], seed: int | None = None) -> None:
-    """A PNG: a disc, or noise, which does not compress."""
+def picture(path: Path, size: tuple[int, int]) -> None:
+    """A PNG with a disc."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if seed is not None:
-        noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-        Image.fromarray(noise).save(path)
-        return
     y, x = np.mgrid[: size[1], : size[0]]
     disc = (x - size[0] / 2) ** 2 + (y - size[1] / 2) ** 2 < (size[1] / 3) ** 2
     Image.fromarray(np.where(disc[..., None], [10, 88, 166], [255, 255, 255]).astype(np.uint8)).save(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from edgc.compressors.base import Statistics
 from edgc.errors import UserError
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import masked_path
-from edgc.sections import PipelineConfig
 
 
 @pytest.fixture(params=[False, True], ids=["host", "masked"])
@@ -30,8 +28,8 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 BOTH = pytest.mark.usefixtures("path")
 
 
-def made(*, always_factor: bool = False, seed: int = 0, **settings: Any) -> ActivationCompressor:
-    compressor = ActivationCompressor(PipelineConfig(**settings), seed)
+def made(*, rank: int | None, always_factor: bool = False, seed: int = 0) -> ActivationCompressor:
+    compressor = ActivationCompressor(rank, seed)
     compressor.always_factor = always_factor
     return compressor
 
@@ -60,13 +58,12 @@ def send(
     shape=st.tuples(st.integers(1, 12), st.integers(1, 3), st.integers(1, 40)),
     rank=st.integers(1, 8),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    factor_dtype=st.sampled_from(["fp32", "bf16"]),
     transposed=st.booleans(),
 )
 def test_received_plus_kept_is_sent_plus_kept_before(
-    on: bool, shape: tuple[int, int, int], rank: int, dtype: torch.dtype, factor_dtype: str, transposed: bool
+    on: bool, shape: tuple[int, int, int], rank: int, dtype: torch.dtype, transposed: bool
 ) -> None:
-    compressor = made(rank=rank, factor_dtype=factor_dtype, always_factor=True)
+    compressor = made(rank=rank, always_factor=True)
     received, sent, size = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64), 0.0
     for step in range(4):
         gradient = draw(*shape, seed=step, dtype=dtype)
@@ -79,15 +76,14 @@ def test_received_plus_kept_is_sent_plus_kept_before(
         sent += gradient
         size += float(gradient.double().norm())
         assert (received + compressor.errors["a"].view_as(sent) - sent).norm() <= 1e-6 * size
-    if min(shape[0] * shape[1], shape[2]) <= rank and dtype == torch.float32 and factor_dtype == "fp32":
+    if min(shape[0] * shape[1], shape[2]) <= rank and dtype == torch.float32:
         assert compressor.errors["a"].norm() <= 2e-6 * size
 
 
 @BOTH
-@pytest.mark.parametrize("feedback", [True, False])
-def test_a_matrix_of_low_rank_gets_across_and_statistics_say_so(feedback: bool) -> None:
+def test_a_matrix_of_low_rank_gets_across_and_statistics_say_so() -> None:
     low = (draw(6, 4, 3) @ draw(3, 40, seed=1)).contiguous()
-    compressor, statistics = made(rank=3, error_feedback=feedback), Statistics()
+    compressor, statistics = made(rank=3), Statistics()
     assert (send(compressor, low, statistics=statistics) - low).norm() < 1e-5 * low.norm()
     assert statistics.worker_error is not None and statistics.worker_error < 1e-5
     assert float(statistics.input_sq) == pytest.approx(float(low.double().norm() ** 2))
@@ -97,16 +93,17 @@ def test_a_matrix_of_low_rank_gets_across_and_statistics_say_so(feedback: bool) 
     expected = float((full - received).norm() / full.norm())
     assert statistics.worker_error == pytest.approx(expected, rel=1e-5)
     assert 0.5 < expected < 1
-    assert bool(compressor.errors) is feedback
 
 
 def test_the_warm_start_finds_the_best_subspace() -> None:
     matrix = draw(30, 2, 50, seed=3)
     matrix = (matrix.view(60, 50) @ torch.diag(0.7 ** torch.arange(50.0))).view(30, 2, 50)
-    compressor = made(rank=4, error_feedback=False)
+    compressor, errors = made(rank=4), []
     values = torch.linalg.svdvals(matrix.view(60, 50).double())
     best = float(values[4:].square().sum().sqrt())
-    errors = [float((send(compressor, matrix) - matrix).norm()) for _ in range(12)]
+    for _ in range(12):
+        errors.append(float((send(compressor, matrix) - matrix).norm()))
+        compressor.errors.clear()
     assert errors[0] > 1.02 * best
     assert errors[-1] == pytest.approx(best, rel=1e-3)
 
@@ -123,10 +120,11 @@ def test_any_scale(scale: float) -> None:
 
 @BOTH
 def test_zero_is_sent_and_forgets_nothing() -> None:
-    compressor = made(rank=2, error_feedback=False)
+    compressor = made(rank=2)
     zero = torch.zeros(6, 2, 20)
     first = draw(6, 2, 20)
     send(compressor, first)
+    compressor.errors.clear()
     factor = compressor.factors["a"].clone()
     statistics = Statistics()
     assert not send(compressor, zero, statistics=statistics).any()
@@ -155,14 +153,6 @@ def test_what_is_not_finite_arrives_so_and_touches_no_state(value: float, dtype:
     assert send(compressor, draw(6, 2, 20, seed=6, dtype=dtype)).isfinite().all()
 
 
-@BOTH
-def test_factors_that_would_overflow_touch_no_state() -> None:
-    compressor = made(rank=2)
-    huge = torch.full((40, 2, 60), 3e38)
-    assert not send(compressor, huge).isfinite().any()
-    assert send(compressor, draw(40, 2, 60)).isfinite().all()
-
-
 def test_what_fp16_cannot_hold_is_kept_for_later() -> None:
     compressor = made(rank=2)
     peak = torch.zeros(6, 2, 20, dtype=torch.float16)
@@ -176,12 +166,11 @@ def test_what_fp16_cannot_hold_is_kept_for_later() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("factor_dtype", ["fp32", "bf16"])
-def test_only_factors_that_are_smaller_are_sent(dtype: torch.dtype, factor_dtype: str) -> None:
+def test_only_factors_that_are_smaller_are_sent(dtype: torch.dtype) -> None:
     for rank in range(1, 40):
-        compressor = made(rank=rank, factor_dtype=factor_dtype)
+        compressor = made(rank=rank)
         layout = compressor.layout((8, 4, 24), dtype)
-        size = min(rank, 24, 32) * (32 + 24) * (4 if factor_dtype == "fp32" else 2)
+        size = 4 * min(rank, 24, 32) * (32 + 24)
         assert (layout is not None) == (size < 32 * 24 * dtype.itemsize)
         if layout is not None:
             assert layout.empty(torch.device("cpu")).nbytes == size
@@ -207,7 +196,7 @@ def test_state_of_other_shapes_is_refused_in_one_line() -> None:
     send(compressor, draw(6, 2, 30))
     with pytest.raises(UserError, match=r"error feedback of a is \(12, 30\), but should be \(8, 30\)"):
         send(compressor, draw(4, 2, 30))
-    other = made(rank=3, error_feedback=False)
-    other.load_state_dict(compressor.state_dict())
+    other = made(rank=3)
+    other.load_state_dict({**compressor.state_dict(), "errors": {}})
     with pytest.raises(UserError, match=r"factor of a is \(3, 30\), but should be \(3, 40\)"):
         send(other, draw(6, 2, 40))

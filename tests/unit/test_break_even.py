@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgc.errors import UserError
 from experiments.simulation import break_even, cost, rank_trace, scenarios
-from experiments.simulation.cluster_model import boundary, load_model
+from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import Model
 from experiments.simulation.scenarios import Case, MixtureOfExperts, Scenario, TwoSites, model_of
 from experiments.spec import matrix
@@ -83,8 +83,7 @@ def test_two_sites_by_hand() -> None:
 
 @given(st.floats(1e-3, 1e6), st.floats(0.1, 90.0))
 def test_a_boundary_is_found_to_two_percent(at: float, percent: float) -> None:
-    limits = (break_even.LEAST, break_even.MOST, break_even.PRECISION)
-    found = boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent, *limits)
+    found = break_even.boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent)
     if at < break_even.LEAST:
         assert found is None
     elif at >= break_even.MOST:
@@ -138,14 +137,6 @@ def even() -> Model:
     return replace(load_model(OF), gbits=25.0)
 
 
-def test_all_shares_of_one_change_nothing(even: Model) -> None:
-    [(end, model)] = break_even.course(even, Case(label="a", links=[1, 1, 1, 1], devices=[1, 1, 1, 1]), 1000).parts
-    assert end == 1000 and model is not even
-    for name, (_, mine) in model.methods(edgc=False).items():
-        found, expected = cost.step(model, mine, overlap=True), cost.step(even, even.method(name), overlap=True)
-        assert found.seconds == pytest.approx(expected.seconds)
-
-
 def test_a_stage_by_hand(even: Model) -> None:
     [(_, model)] = break_even.course(even, Case(label="a", links=[1, 0.25, 1, 1], devices=[1, 1, 0.5, 1]), 1000).parts
     first, second, third, _ = model.stages
@@ -172,7 +163,7 @@ def test_a_disturbance_for_a_while_is_a_mean(even: Model) -> None:
     # Ranks that change within the disturbance.
     dense, compressed = (None,) * 4, (64,) * 4
     spent = {(0, dense): 400, (1, dense): 100, (1, compressed): 100, (2, compressed): 400}
-    trace = rank_trace.Trace(some, spent, ((1, "warmup", dense), (501, "active", compressed)), 16, 64)
+    trace = rank_trace.Trace(some, spent, 16, 64)
     rank = [cost.step(model, partial(model.powersgd, rank=64), overlap=False).seconds for model in (even, slow)]
     expected = 0.4 * means[0] + 0.1 * means[1] + 0.1 * rank[1] + 0.4 * rank[0]
     assert trace.mean_seconds(overlap=False) == pytest.approx(expected)
@@ -232,10 +223,3 @@ def test_scenarios_that_cannot_be(
     with pytest.raises(UserError) as error:
         scenarios.load_scenarios("break_even")
     assert words in str(error.value) and "break_even.yaml" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_committed_scenarios_can_be_modelled() -> None:
-    for scenario in COMMITTED.clusters.values():
-        assert set(COMMITTED.methods) <= set(model_of(COMMITTED.of, scenario, scenario.reference).methods())
-    with pytest.raises(UserError, match="has no scenarios section"):
-        scenarios.load_scenarios("methods")

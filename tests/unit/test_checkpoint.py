@@ -309,12 +309,9 @@ def distributed(folder: Path, content: Any) -> None:
 @pytest.mark.parametrize(
     ("file", "how"),
     [
-        *(
-            (file, how)
-            for file in (".metadata", "edgc/rank_00000.pt")
-            for how in ("code", "no pickle", "another value")
-        ),
-        *(("common.pt", how) for how in ("code", "no pickle")),
+        *((".metadata", how) for how in ("code", "no pickle", "another value")),
+        *(("edgc/rank_00000.pt", how) for how in ("code", "another value")),
+        ("common.pt", "code"),
         ("__0_0.distcp", "code"),
     ],
 )

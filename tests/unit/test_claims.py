@@ -318,10 +318,11 @@ def test_missing_results_and_bad_rules_are_one_line(tmp_path: Path, capsys: pyte
     entry, path = yaml.safe_load(claims.CLAIMS.read_text())["claims"][0], tmp_path / "claims.yaml"
     for entries, message in (
         ([entry | {"measure": "guess"}], "measure guess does not exist"),
-        ([entry | {"rule": {"supported": {"at_most": 1, "at_least": 0}}}], "exactly one key"),
         ([entry | {"rule": {"supported": {"at_moost": 1}}}], "unknown key"),
-        ([entry | {"paper_value": "less"}], "leave `partly` out and give a number"),
-        ([entry | {"rule": entry["rule"] | {"partly": {"at_most": -1}}}], "leave `partly` out and give a number"),
+        ([entry | {"rule": {"supported": {"at_most": 1, "at_least": 0}}}], "exactly one key"),
+        ([entry | {"rule": {"supported": {}}}], "exactly one key"),
+        ([entry | {"kind": "measured"}], "in `depends` on what it depends"),
+        ([entry | {"depends": ""}], "in `depends` on what it depends"),
         ([entry, entry], "appears twice"),
     ):
         path.write_text(yaml.safe_dump({"claims": entries}, explicit_end=True))

@@ -41,7 +41,7 @@ def test_laws_over_real_collectives(world: int) -> None:
 
 def test_ranks_of_a_group_and_workers_of_one_process_have_the_same_bits() -> None:
     for (name, masked), results in ranks(2)[0]["results"].items():
-        setting = contract.Setting(masked, torch.float32, 2, False, "flat")
+        setting = contract.Setting(masked, torch.float32, 2, "flat")
         assert contract.same(contract.Team(name, setting).advance(0, 4), results), (name, masked)
 
 

@@ -135,10 +135,8 @@ def test_local_parquet_and_jsonl_give_the_same_documents(tmp_path: Path) -> None
     assert [text for _, text in found["json"]] == texts[:50]
     few = open_source(DataConfig(source="openwebtext", dataset=str(tmp_path / "json"), max_documents=5))
     assert len(list(few.documents())) == 5
-    (tmp_path / "json" / "broken.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match="mixes parquet and JSON"):
-        HuggingFaceText(str(tmp_path / "json"), None)
     (tmp_path / "json" / "rows.jsonl").unlink()
+    (tmp_path / "json" / "broken.parquet").write_bytes(b"no parquet")
     with pytest.raises(UserError, match=r"data.dataset cannot be read") as caught:
         list(HuggingFaceText(str(tmp_path / "json"), None).documents())
     assert "\n" not in str(caught.value)

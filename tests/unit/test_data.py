@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
@@ -19,11 +18,9 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from edgc.errors import UserError
-from experiments.common import files as file_tools
 from experiments.data import folder as module
 from experiments.data import tokenizer
-from experiments.data.__main__ import find_config
-from experiments.data.corpus import SPLITS, HuggingFaceText, open_source
+from experiments.data.corpus import SPLITS
 from experiments.data.folder import (
     FILES,
     INDEX_CACHE,
@@ -142,22 +139,18 @@ def _prepare_and_die(config: DataConfig, out: Path) -> None:
             yield item
 
     tokenizer.encode_documents = dying
-    prepare(config, out, show=False, shard_documents=8)
+    prepare(config, out, show=False)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_sigkill_leaves_nothing_that_looks_whole(tmp_path: Path, config: DataConfig, sharded: bool) -> None:
+def test_sigkill_leaves_nothing_that_looks_whole(tmp_path: Path, config: DataConfig) -> None:
     out = tmp_path / "killed" / "toy"
-    if sharded:
-        config = web(tmp_path / "web", 120)
     child = multiprocessing.get_context("fork").Process(target=_prepare_and_die, args=(config, out))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
     assert not out.exists()
     assert len(list(out.parent.glob(".toy.partial-*"))) == 1
-    assert len(list(out.parent.glob(".toy.shards-*/*.npz"))) == (8 if sharded else 0)
-    info = prepare(config, out, show=False, shard_documents=8)
+    info = prepare(config, out, show=False)
     assert sum(info.documents.values()) == 120
     assert [path.name for path in out.parent.iterdir() if path.name != ".toy.lock"] == ["toy"]
     prepare(config, tmp_path / "whole", show=False)
@@ -199,62 +192,26 @@ def test_too_small_a_corpus(tmp_path: Path) -> None:
         prepare(config.model_copy(update={"vocab_size": None}), tmp_path / "toy", show=False)
 
 
-def web(folder: Path, documents: int, **settings: Any) -> DataConfig:
-    """JSON lines of generated text, as `datasets` reads them."""
-    folder.mkdir()
-    lines = [json.dumps({"text": f"row {number} of a small stand-in"}) for number in range(documents)]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    return DataConfig(source="openwebtext", dataset=str(folder), vocab_size=300, **settings)
-
-
-@pytest.fixture(autouse=True)
-def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One document of a dataset in a thousand goes to the test split; here there are only some hundred."""
-    monkeypatch.setattr(HuggingFaceText, "shares", (900, 50, 50))
-
-
-def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, out, room = web(tmp_path / "rows", 300), tmp_path / "data" / "toy", 10
-
-    def with_little_room(path: Path) -> Any:
-        nonlocal room
-        room -= 1
-        if room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return file_tools.atomic_path(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenizer, "atomic_path", with_little_room)
-        with pytest.raises(UserError, match=r"no space left on the disk.*finished are kept"):
-            prepare(config, out, show=False, shard_documents=4)
-    assert not out.exists() and not list(out.parent.glob(".toy.partial*"))
-    assert len(list(out.parent.glob(".toy.shards-*/*"))) == 10
-    assert sum(prepare(config, out, show=False, shard_documents=4).documents.values()) == 300
-
-
-def test_too_little_space_is_said_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_for_openwebtext_is_said_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
-    # Two copies of 9.04 G tokens of two bytes, and 8 M documents' names and indices.
-    assert module.space_needed(whole, open_source(whole)) == pytest.approx(37.9e9, rel=0.01)
-    half = whole.model_copy(update={"max_documents": 4_006_884})
-    assert module.space_needed(half, open_source(half)) == pytest.approx(19e9, rel=0.01)
-    config, out = web(tmp_path / "rows", 10), tmp_path / "data" / "toy"
-    monkeypatch.setattr(module, "space_needed", lambda *_: 10**18)
-    with pytest.raises(UserError, match=r"1000000000\.0 GB are needed, .* GB are free"):
-        prepare(config, out, show=False)
-    assert [path.name for path in out.parent.iterdir()] == [".toy.lock"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
+    with pytest.raises(UserError, match=r"20\.0 GB are needed, 1\.0 GB are free .*max_documents"):
+        prepare(whole, tmp_path / "data" / "toy", show=False)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [".toy.lock"]
 
 
 def test_settings_are_found_by_name_and_the_first_run_with_a_path_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (DataConfig(source="stdlib", path="two", max_documents=number) for number in (1, 2))
     studies = {name: [SimpleNamespace(data=data)] for name, data in (("a", first), ("b", second))}
     monkeypatch.setattr(matrix, "all_runs", lambda _: (studies, {}))
-    assert find_config("ci", "two") == first
+    assert matrix.data_config("ci", "two") == first
 
     monkeypatch.undo()
-    assert find_config("ci", "stdlib") == DataConfig(source="stdlib", path="stdlib")
+    assert matrix.data_config("ci", "stdlib") == DataConfig(source="stdlib", path="stdlib")
     with pytest.raises(UserError, match=r"no data.path = 'absent' at scale ci .*known: .*stdlib"):
-        find_config("ci", "absent")
+        matrix.data_config("ci", "absent")
 
 
 @pytest.fixture(scope="module")
@@ -298,12 +255,6 @@ def test_every_cut_and_every_flipped_bit_of_data_yaml_is_found(folder: Path) -> 
             path.write_bytes(spoiled)
             with pytest.raises(UserError):
                 check_whole(folder, load_info(folder))
-    path.write_text("format: 0\n")
-    with pytest.raises(UserError, match="format 0, not 1"):
-        load_info(folder)
-    path.write_bytes(content.partition(b"\n")[2])
-    with pytest.raises(UserError, match=r"an earlier version wrote data\.yaml.*experiments\.data prepare"):
-        load_info(folder)
     path.unlink()
     with pytest.raises(UserError, match=r"prepared data is missing.*experiments\.data prepare"):
         load_info(folder)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from edgc.compressors import Gradient, Statistics
-from edgc.entropy.estimators import estimate, moments
-from edgc.entropy.on_device import ESTIMATES, estimate_rows
-from edgc.entropy.sampler import Sampler
-from edgc.megatron.activation import ActivationCompressor
+from edgc.compressors import Gradient
 from edgc.runtime.device import masked_path
-from edgc.sections import ESTIMATORS, EntropyConfig, PipelineConfig
 from tests import contract
 from tests.lockstep import reduce_together
 from tests.workers import same
@@ -80,51 +74,4 @@ def test_every_method(name: str, default: tuple[torch.dtype, str], masked: bool,
         expected = reductions(name, dtype)
         with defaults(*default):
             found = reductions(name, dtype)
-    assert same(found, expected)
-
-
-def activations(factor_dtype: str) -> Any:
-    compressor, seen = ActivationCompressor(PipelineConfig(rank=4, factor_dtype=factor_dtype)), []
-    for step in range(3):
-        gradient = drawn(step, 0, torch.float32)[4].tensor
-        layout = compressor.layout(gradient.shape, gradient.dtype)
-        assert layout is not None
-        statistics, received = Statistics(), torch.empty_like(gradient)
-        message = compressor.compress("a", gradient, layout, statistics)
-        compressor.decompress(message, layout, received, statistics)
-        seen += [message, received, float(statistics.error_sq)]
-    return [seen, compressor.state_dict()]
-
-
-def measured() -> Any:
-    """Entropies, moments and the entries that are sampled, of each rule."""
-    gradients = [gradient.tensor for gradient in drawn(0, 0, torch.float32)]
-    tied = (4 * gradients[4]).round()
-    seen: list[Any] = [
-        [estimate(x, estimator) for x in (gradients[4], tied, gradients[0].half())] for estimator in ESTIMATORS
-    ]
-    rows = torch.stack([gradients[4].reshape(-1), tied.reshape(-1)])
-    seen += [estimate_rows(x, estimator).tolist() for x in (rows, rows.half()) for estimator in ESTIMATES]
-    seen += [vars(moments(tied))]
-    for sampling in ("diagonal", "strided", "random"):
-        for rate in (0.25, 0.3):
-            sampler = Sampler(EntropyConfig(sampling=sampling, entry_rate=rate))
-            seen.append([sampler.take(gradients[4], iteration, "w") for iteration in (1, 2)])
-    return seen
-
-
-PARTS: dict[str, Callable[[], Any]] = {
-    "activation gradients": partial(activations, "fp32"),
-    "activation gradients in bf16": partial(activations, "bf16"),
-    "entropies and samples": measured,
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
-def test_all_else(part: str, default: tuple[torch.dtype, str]) -> None:
-    with masked_path(default[0] == torch.bfloat16 and part.startswith("activation")):
-        expected = PARTS[part]()
-        with defaults(*default):
-            found = PARTS[part]()
     assert same(found, expected)

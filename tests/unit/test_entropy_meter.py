@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from edgc.compressors import Gradient
+from edgc.compressors import Channel, Gradient
 from edgc.config import EDGCConfig
-from edgc.control.controller import make_controller
+from edgc.control.adaptive import make_controller
 from edgc.control.policies.base import History, Means, WindowEnd
 from edgc.control.policies.cqm import CQM, CQMConfig
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.engine import Engine
-from edgc.entropy import on_device
 from edgc.entropy.estimators import estimate
 from edgc.entropy.meter import EntropyMeter, embeddings
 from edgc.errors import UserError
@@ -123,49 +122,25 @@ def test_nobody_waits_while_the_gradients_come_in_where_the_host_looks_at_no_val
             meter.add(1, gradients())
 
 
-def test_alike_gradients_are_taken_together_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike = [Gradient(str(seed), gradients(seed)[1].tensor) for seed in range(3)]
-    taken, found, rows_of = [], [], on_device.estimate_rows
+@pytest.mark.parametrize("source", ["local", "reduced"])
+def test_entropy_of_what_a_reduction_is_given_or_leaves(source: str) -> None:
+    class Doubled(Channel):
+        def mean_(self, tensor: torch.Tensor) -> None:
+            tensor.mul_(2)
 
-    def counted(rows: torch.Tensor, estimator: str) -> torch.Tensor:
-        taken.append(len(rows))
-        return rows_of(rows, estimator)
-
-    monkeypatch.setattr(on_device, "estimate_rows", counted)
-    # All entries are measured at once, the samples, which are all here, at the end or when so many wait.
-    for most, at_once, in_all in ((1 << 24, [3], [3, 3]), (64 * 128, [1] * 6, [1] * 6)):
-        monkeypatch.setattr(on_device, "MOST", most)
-        taken.clear()
-        with masked_path():
-            meter = EntropyMeter(config(record_full_entropy=True))
-            meter.add(1, alike)
-            assert taken == at_once
-            found.append(meter.close().sampled)
-        assert taken == in_all
-    assert found[1] == pytest.approx(found[0], abs=1e-12)
-
-
-def test_nothing_measured_is_nan() -> None:
-    found = EntropyMeter(config(), ["words"]).close()
-    assert all(map(math.isnan, (found.sampled, found.layers, found.embeddings, found.embedding_share)))
-
-
-def test_warm_up_is_measured_at_a_rate_of_its_own() -> None:
-    settings = config(entropy={"iteration_rate": 0.25, "warmup_rate": 1.0}, warmup_fraction=0.5, r_min=None)
-    engine = Engine(settings, stage=0, shapes=[[*SHAPES.values()]], iterations=16, embeddings=["words"])
-    measured = []
-    for iteration in range(1, 17):
-        engine.reduce(gradients(iteration), None)
-        engine.end_iteration()
-        assert engine.last is not None
-        measured += [iteration] * math.isfinite(engine.last.entropy)
-    assert engine.rank is not None
-    assert measured == [*range(1, 9), 12, 16]
+    settings, meter = config(entropy={"source": source}), EntropyMeter(config())
+    engine = Engine(settings, stage=0, stages=[[*SHAPES.values()]], iterations=16, open_channel=Doubled)
+    engine.reduce(gradients(), None)
+    engine.end_iteration()
+    meter.add(1, gradients())
+    assert engine.last is not None
+    doubled = math.log(2) if source == "reduced" else 0  # what twice the entries add
+    assert engine.last.entropy == pytest.approx(meter.close().sampled + doubled)
 
 
 def test_the_decision_says_how_much_each_kind_has() -> None:
     settings = config(entropy={"parameters": "layers"})
-    engine = Engine(settings, stage=0, shapes=[[*SHAPES.values()]], iterations=16, embeddings=["words"])
+    engine = Engine(settings, stage=0, stages=[[*SHAPES.values()]], iterations=16, embeddings=["words"])
     for iteration in range(1, 5):
         engine.reduce(gradients(iteration), None)
         engine.end_iteration()
@@ -189,17 +164,6 @@ def test_the_error_of_a_mean_is_that_of_its_samples() -> None:
     assert torch.tensor(errors).mean().sqrt().item() == pytest.approx(torch.tensor(means).std().item(), rel=0.05)
 
 
-def test_a_trend_is_no_noise() -> None:
-    mean = NoisyMean()
-    for step in range(100):
-        mean.add(step / 100)
-    assert mean.error < 0.001, "the standard deviation of these values over 10 is 0.029"
-    lonely = NoisyMean()
-    lonely.add(1.0)
-    lonely.add(math.nan)
-    assert math.isnan(lonely.error)
-
-
 def test_cqm_keeps_the_error_of_what_the_entropy_is_of() -> None:
     shapes = [(96, 64), (256, 256), (256, 1024)]
     for parameters, model in (("layers", MODEL), ("all", StageModel(shapes))):
@@ -213,15 +177,6 @@ def test_cqm_keeps_the_error_of_what_the_entropy_is_of() -> None:
 def at(entropy: float, error: float, history: History) -> WindowEnd:
     history.entropy = Means(previous=history.entropy.now, now=entropy, error=error)
     return WindowEnd(10, (64,), 4, 64, history)
-
-
-def test_the_reference_is_the_mean_of_the_last_windows_of_warm_up() -> None:
-    history = History(warm_up=[(-9.0, 0.5), (-2.0, 0.03), (-2.2, 0.04)], entropy=Means(now=-2.2))
-    history.anchor(64, 2)
-    assert history.reference == (64, pytest.approx(-2.1), pytest.approx(0.025))
-    history.anchor(64, 1)
-    assert history.reference == (64, -2.2, 0.04)
-    assert History.from_state(history.state_dict()) == history
 
 
 def test_a_decision_says_what_it_would_have_been_within_the_noise() -> None:
@@ -253,7 +208,7 @@ def test_hysteresis_holds_the_rank_within_the_noise_and_lets_go_outside(changes:
         assert again.state_dict() == policy.state_dict()
 
 
-@pytest.mark.parametrize("settings", [{"parameters": "words"}, {"warmup_rate": 0.0}, {"warmup_rate": 1.5}])
+@pytest.mark.parametrize("settings", [{"parameters": "words"}, {"entry_rate": 1.5}])
 def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(settings))):
         EntropyConfig(**settings)

@@ -19,7 +19,7 @@ from experiments.spec.settings import FollowsConfig, RunConfig, resolve
 from experiments.training import lineage
 
 BASE: dict[str, Any] = matrix.runs("methods", "ci")[0].model_dump(mode="json")
-BASE |= {"study": "x", "variant": "cqm", "train": {**BASE["train"], "iterations": 100}}
+BASE |= {"study": "x", "variant": "cqm", "seed": 1, "train": {**BASE["train"], "iterations": 100}}
 BASE["compression"] = {"method": "edgc", "window": 10, "r_max": 32, "r_min": 8, "step_limit": 8}
 
 
@@ -144,3 +144,13 @@ def test_mistakes_are_named(studies: Path) -> None:
         (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, **change}))
         with pytest.raises(UserError, match=text):
             matrix.runs("tried", "ci")
+
+
+def test_a_checkpoint_of_other_compression_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
+    saved = lineage.checkpoint_settings(resolve(BASE, "test"), "abc")
+    lineage.refuse_other(saved, saved, tmp_path)
+    for key, value in (("window", 20), ("record_full_entropy", True), ("method", "bf16")):
+        other = {**saved, "compression": {**saved["compression"], key: value}}
+        with pytest.raises(UserError, match=rf"^compression\.{key} = .*, but the run's checkpoint has "):
+            lineage.refuse_other(other, saved, tmp_path)
+        lineage.refuse_other(other, saved, tmp_path, lineage.FREE_IN_WARM_UP)

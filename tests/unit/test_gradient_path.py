@@ -64,7 +64,6 @@ def paths() -> tuple[dict[str, set[str]], list[set[str]]]:
     """The files that a gradient of every method passes, by the name of its example; and those of one method without and
     with something due."""
     settings = {name: {**examples.settings_of(name), "window": 50} for name in examples.FOUND}
-    settings["powersgd one-sided int4"] = {**settings["powersgd one-sided"], "factor_dtype": "int4"}
     each = {name: passed(calls_of(values, QUIET)) for name, values in settings.items()}
     return each, [passed(calls_of({"method": "powersgd", "rank": 4}, iteration)) for iteration in (QUIET, DUE)]
 

@@ -70,20 +70,6 @@ def names() -> None:
 
 
 @case
-def backends() -> None:
-    """A group has the backend of the one it is like."""
-
-    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    dist.Backend.register_backend("another", make, devices=["cpu"])
-    for ranks in ([0, 1, 2, 3], [0, 1], [2, 3]):
-        like = dist.new_group(ranks, backend="another")
-        if dist.get_rank() in ranks:
-            assert dist.get_backend(own_group(like)) == "another"
-
-
-@case
 def ended_at_once() -> None:
     """A group may be ended as soon as it is made."""
     world, rank = whole(), dist.get_rank()

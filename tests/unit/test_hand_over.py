@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +14,6 @@ from edgc.checkpoints.saved_state import merge
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from edgc.engine import Engine
-from edgc.errors import UserError
 from edgc.measurement.mean_error import BUCKETS
 from edgc.runtime.groups import gather_objects
 from tests.workers import Cases
@@ -37,7 +35,7 @@ CONFIG = EDGCConfig(
 
 def engine(config: EDGCConfig = CONFIG, **options: Any) -> Engine:
     matrices = [shape for shape in SHAPES.values() if len(shape) == 2]
-    return Engine(config, stage=0, shapes=[matrices], iterations=STEPS, **options)
+    return Engine(config, stage=0, stages=[matrices], iterations=STEPS, **options)
 
 
 def gradients(step: int, scale: float = 1.0) -> list[Gradient]:
@@ -123,7 +121,7 @@ def resumed() -> None:
 def dropped() -> None:
     """A step that is given up leaves what is kept as it was."""
     for at in (3, WARM_UP):
-        own = advanced(at, deferred=True)
+        own = advanced(at)
         before = kept(own)
         advance(own, 99, skipped=True)
         after = kept(own)
@@ -141,26 +139,4 @@ def merged() -> None:
         assert owed and all(float((kept(after)[name] - error).abs().max()) < 1e-6 for name, error in owed.items())
 
 
-@case
-def rescaled() -> None:
-    """Gradients and scale multiplied by 8, a power of two, in warm-up: no bit of the results changes."""
-    plain, scaled = advanced(3), advanced(3)
-    scaled.rescale(8.0)
-    results = zip(advance(scaled, 3, 8.0), advance(plain, 3), strict=True)
-    assert all(torch.equal(one, 8 * other) for one, other in results)
-
-
 test_hand_over = case.test()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"warmup_bits": 2},
-        {"warmup_bits": 4, "method": "powersgd", "rank": 4},
-        {"warmup_bits": 8, "method": "none"},
-    ],
-)
-def test_other_settings_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="warmup_bits"):
-        EDGCConfig(**{"method": "edgc", **options})

@@ -37,7 +37,7 @@ SETTINGS = "from edgc.config import EDGCConfig, methods; [kind.look for kind in 
     [
         "from edgc import EDGCConfig, UserError",
         SETTINGS,
-        "import edgc.control.controller",
+        "import edgc.control.adaptive",
         "import experiments.spec.matrix",
         "import experiments.common.figures",
     ],
@@ -47,7 +47,7 @@ def test_settings_decisions_and_what_snakemake_imports_for_every_plan_need_no_to
 
 
 def test_the_public_face_is_whole() -> None:
-    loaded = modules_after("from edgc import EDGCConfig, EntropyConfig, Handle, TimingConfig, UserError, register")
+    loaded = modules_after("from edgc import EDGCConfig, EntropyConfig, Handle, PipelineConfig, UserError, register")
     assert "torch" in loaded and "megatron" not in loaded
     whole = "import edgc; assert all(getattr(edgc, name) is not None for name in edgc.__all__)"
     assert "megatron" in modules_after(whole)

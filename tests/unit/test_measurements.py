@@ -80,6 +80,7 @@ def test_error_curves_are_the_mean_over_the_ranks_of_a_stage() -> None:
     for stage, curve in ((0, (0.8, 0.5)), (1, None), (0, (0.6, 0.1)), (0, (NAN, 0.7))):
         window = Window(4)
         window.curve = curve
-        rows.append(window.row(stage, (4, 8), False, NAN, NAN, NAN))
+        place = {"stage": stage, "replicas": NAN, "probe_seconds": NAN, "backward_seconds": NAN}
+        rows.append(place | window.row((4, 8), False))
     found, _ = report(rows, 2, (4, 8), watches=False, probed=False, gate=())
     assert found.error_curve == (pytest.approx((0.7, 0.3)), None)

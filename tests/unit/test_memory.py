@@ -31,7 +31,7 @@ def storages() -> dict[int, int]:
     return found
 
 
-def measured(dtype: torch.dtype, deferred: bool, **options: str | bool) -> int:
+def measured(dtype: torch.dtype, **options: str | bool) -> int:
     """Bytes that a compressor keeps between steps, its scratch memory aside."""
     numbers = torch.Generator().manual_seed(1)
     flat = torch.randn(sum(m * n for m, n in SHAPES), generator=numbers).to(dtype)
@@ -39,33 +39,30 @@ def measured(dtype: torch.dtype, deferred: bool, **options: str | bool) -> int:
     gradients = [Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, SHAPES, strict=True))]
     before = storages()
     compressor = EDGCConfig(method="powersgd", rank=RANK, **options).build()
-    compressor.deferred = deferred
     for _ in range(3):
         compressor.reduce(gradients, Channel(None), RANK)
-        compressor.settle(keep=True)
     kept = sum(size for place, size in storages().items() if place not in before)
     return kept - int(compressor._on_cpu._scratch.untyped_storage().nbytes())
 
 
-def formula(*, deferred: bool, error_bytes: int, gradient_copy: bool = False, factor_dtype: str = "fp32") -> int:
-    """Matrices m x n at rank r: E once or, where changes are deferred, twice; Q once more than the messages need."""
+def formula(*, error_bytes: int, gradient_copy: bool = False, factor_dtype: str = "fp32") -> int:
+    """Matrices m x n at rank r: E twice; Q once more than the messages need."""
     entries = sum(m * n for m, n in SHAPES)
     left, right = (RANK * sum(shape[side] for shape in SHAPES) for side in (0, 1))
-    errors = (2 if deferred else 1) * error_bytes * entries
+    errors = 2 * error_bytes * entries
     factors = 4 * (2 * left + 3 * right)
     wire = {"fp32": 0, "bf16": 6}[factor_dtype] * max(left, right)
     return errors + factors + wire + 4 * entries * gradient_copy
 
 
-@pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize(("error_dtype", "error_bytes"), [("fp32", 4), ("bf16", 2)])
-def test_error_feedback_and_factors(error_dtype: str, error_bytes: int, deferred: bool) -> None:
-    found = measured(torch.float32, deferred, error_dtype=error_dtype)
-    stated = formula(deferred=deferred, error_bytes=error_bytes)
+def test_error_feedback_and_factors(error_dtype: str, error_bytes: int) -> None:
+    found = measured(torch.float32, error_dtype=error_dtype)
+    stated = formula(error_bytes=error_bytes)
     assert stated <= found <= 1.01 * stated + 4096
     # What the page says of a parameter, without factors, which shrink as matrices grow.
-    share = formula(deferred=deferred, error_bytes=error_bytes) / sum(m * n for m, n in SHAPES)
-    assert share >= error_bytes * (2 if deferred else 1)
+    share = formula(error_bytes=error_bytes) / sum(m * n for m, n in SHAPES)
+    assert share >= 2 * error_bytes
 
 
 @pytest.mark.parametrize(
@@ -77,8 +74,8 @@ def test_error_feedback_and_factors(error_dtype: str, error_bytes: int, deferred
     ],
 )
 def test_other_settings(dtype: torch.dtype, options: dict[str, Any], expected: dict[str, Any]) -> None:
-    stated = formula(deferred=True, **expected)
-    assert stated <= measured(dtype, True, **options) <= 1.01 * stated + 4096
+    stated = formula(**expected)
+    assert stated <= measured(dtype, **options) <= 1.01 * stated + 4096
 
 
 def quantised(buckets: int, **options: str | int) -> int:

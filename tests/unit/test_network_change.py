@@ -10,17 +10,17 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edgc.control.controller import Controller, Decision, Plan, make_controller
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Controller, Decision, Plan
 from edgc.control.settings import PolicyConfig
 from edgc.measurement.report import Report
 from edgc.sections import EntropyConfig
-from edgc.timing.change_detector import PATIENCE, ChangeDetector
+from edgc.timing.change_detector import ChangeDetector
 from edgc.timing.stage_times import StageTiming
 
 SHAPES = [(256, 256), (256, 1024)]
@@ -159,16 +159,6 @@ def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
     assert "times have changed" in second.reason and "ranks 16/20/24 -> 16/16/16" in second.reason
 
 
-def test_an_uncompressed_stage_is_watched_too() -> None:
-    before = Network(dense=(2.0, 2.0, 0.3))
-    after = replace(before, dense=(2.0, 2.0, 0.9))
-    run = Run(make_controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
-    assert run.plans[199].ranks == (16, 20, None)
-    [trigger] = [d for d in run.decisions if "measured anew" in d.reason]
-    assert "stage 2 measured 0.9 s, predicted 0.3 s at no compression" in trigger.reason
-    assert run.plans[-1].ranks == (16, 20, 24)
-
-
 @pytest.mark.parametrize("policy", ["cqm", "spectral"])
 def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed(policy: str) -> None:
     """And so it is where other settings go on in between."""
@@ -196,35 +186,6 @@ def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed(policy: str)
         assert "stage 0 measured 0.7 s, predicted 0.05 s at no compression" in why
         assert again.ranks[0] is not None
         assert again.ranks[0] == run.plans[paused.iteration - 1].ranks[0] or controller is other
-
-
-def test_other_settings_in_warm_up_keep_the_r_max_that_was_found() -> None:
-    network = Network(dense=(0.7,) * 3)
-    warm: dict[str, Any] = {"policy": "cqm", "r_max": None, "warmup_fraction": 0.2, "warmup_limit_fraction": 0.2}
-    trunk = make_controller(measured(**warm), [SHAPES] * 3, 1000)
-    Run(trunk, lambda i: network).to(100)
-    state = json.loads(json.dumps(trunk.state_dict()))
-    assert state["phase"] == "warmup" and state["r_max"] == 60
-    other = make_controller(measured(**warm, step_limit=4), [SHAPES] * 3, 1000)
-    other.load_state_dict(state, iteration=100, changed_settings=True)
-    run = Run(other, lambda i: network).to(400, start=101)
-    assert run.plans[-1].ranks[0] is not None and {(d.r_min, d.r_max) for d in run.decisions} == {(12, 60)}
-
-
-@pytest.mark.parametrize("remeasure", [0.25, None])
-def test_stages_that_are_aligned_from_now_on_are_measured_anew(remeasure: float | None) -> None:
-    network = Network(dense=(0.7,) * 3)
-    settings_ = measured(policy="cqm", r_max=None, alignment="off", remeasure_above=remeasure)
-    trunk = make_controller(settings_, [SHAPES] * 3, 1000)
-    Run(trunk, lambda i: network).to(200)
-    state = json.loads(json.dumps(trunk.state_dict()))
-    assert state["phase"] == "active"
-    settings_ = measured(policy="cqm", r_max=None, remeasure_above=remeasure)
-    other = make_controller(settings_, [SHAPES] * 3, 1000)
-    other.load_state_dict(state, iteration=200, changed_settings=True)
-    run = Run(other, lambda i: network).to(400, start=201)
-    assert run.measurements and run.measurements[0] < 250
-    assert all(timing.backward_seconds is not None for timing in other._times.timing)
 
 
 @pytest.mark.parametrize("policy", ["cqm", "released", "spectral"])
@@ -276,16 +237,6 @@ def test_a_step_that_always_takes_longer_is_measured_once_more_and_then_compared
     assert run.plans[-1].ranks == (16, 16, 16)
 
 
-def test_measurements_that_find_nothing_become_rarer() -> None:
-    # Steps alternate between two times; a new measurement says every time that nothing has changed.
-    flip = iter([factor for _ in range(4000) for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0)])
-    run = Run(make_controller(measured(), [SHAPES] * 2, 8000), lambda i: Network(), noise=flip.__next__).to(8000)
-    ends = run.measurements[1:]
-    gaps = [b - a for a, b in pairwise(ends)]
-    assert 3 <= len(ends) <= 9
-    assert all(gap >= PATIENCE * WINDOW * 2 ** (k + 1) for k, gap in enumerate(gaps))
-
-
 def test_overlapped_runs_are_compared_with_their_own_first_window() -> None:
     settings_ = measured(policy="cqm", r_min=8)
 
@@ -308,18 +259,6 @@ def test_overlapped_runs_are_compared_with_their_own_first_window() -> None:
     # A drop that shows is seen; one that stays hidden does no harm and is left alone.
     assert len(drive(lambda t: max(0.01, t - 0.2), 300).measurements) == 2
     assert len(drive(lambda t: 0.01, 300).measurements) == 1
-
-
-def test_the_reference_of_an_overlapped_run() -> None:
-    detector = ChangeDetector(0.2, 1, calibrates=True)
-    assert not detector.judge([0.3], [1.0])  # becomes the reference: 0.7 s are hidden
-    assert not detector.judge([0.49], [1.0])
-    assert detector.judge([0.51], [1.0]) == {0: "stage 0 measured 0.51 s, predicted 0.3 s"}
-    # T changes by 1 s or 0.5 s: all of that may show (at least 0 is left), or nothing of it.
-    assert detector.judge([0.41], [0.5]) == {0: "stage 0 measured 0.41 s, predicted 0 to 0.3 s"}
-    assert detector.judge([1.75], [2.0]) == {0: "stage 0 measured 1.75 s, predicted 0.3 to 1.3 s"}
-    assert not detector.judge([0.39], [0.5])  # the reference at this rank from now on
-    assert detector.judge([0.5], [0.5]) == {0: "stage 0 measured 0.5 s, predicted 0.39 s"}
 
 
 def test_times_that_are_not_known_are_not_judged() -> None:

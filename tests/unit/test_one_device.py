@@ -51,10 +51,9 @@ def gradients(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Gradient]:
     return [Gradient(f"p{i}", torch.empty(shape, device=META)) for i, shape in enumerate(shapes)]
 
 
-def built(name: str, world: int = 2, deferred: bool = False) -> list[Compressor]:
+def built(name: str, world: int = 2) -> list[Compressor]:
     made: list[Compressor] = [config_of(name).build() for _ in range(world)]
     for compressor in made:
-        compressor.deferred = deferred
         if getattr(compressor, "draws_at_random", False):
             compressor.draws_at_random = False  # type: ignore[attr-defined]  # the device has no random numbers either
     return made
@@ -70,9 +69,9 @@ def test_a_mixture_is_seen() -> None:
         torch.empty(3, device=META).masked_fill_(torch.ones((), dtype=torch.bool), 0)
 
 
-@pytest.mark.parametrize(("name", "deferred"), [(name, i % 2 == 1) for i, name in enumerate(variants())])
-def test_reductions_stay_on_the_device(name: str, deferred: bool) -> None:
-    workers = built(name, deferred=deferred)
+@pytest.mark.parametrize("name", variants())
+def test_reductions_stay_on_the_device(name: str) -> None:
+    workers = built(name)
     for rank in (4, 4, None, 8):
         reduce_together(workers, [gradients() for _ in workers], rank)
         for worker in workers:
@@ -84,7 +83,7 @@ def test_reductions_stay_on_the_device(name: str, deferred: bool) -> None:
             reduce_together(workers, [gradients(bucket) for _ in workers], rank)
 
 
-@pytest.mark.parametrize("name", ["powersgd", "powersgd int8", "powersgd one-sided"])
+@pytest.mark.parametrize("name", ["powersgd", "powersgd int8"])
 def test_benchmarks_beside_the_training_stay_there(name: str) -> None:
     """The search of r_max begins with the exact mean, from a compressor that has sent nothing yet."""
     for rank in (None, 4):

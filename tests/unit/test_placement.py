@@ -1,9 +1,8 @@
-"""Parameters and activations of stages: hand formulas, published values and the compressor that sends the bytes."""
+"""Parameters of stages: hand formulas, published values and the compressor that sends the bytes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +15,8 @@ from experiments.simulation.placement import (
     GPTShape,
     build,
     groups_sharing_a_node,
-    layer_activations,
     shape_of,
-    stage_activations,
 )
-from experiments.spec.settings import RunConfig
 from tests.low_rank import power_sgd
 
 
@@ -61,8 +57,6 @@ def test_one_stage_by_hand() -> None:
     p = 256 + 32 + 2 * (64 + 96 + 128 + 64)
     q = 64 + 64 + 2 * (32 + 64 + 64 + 128)
     assert first.powersgd_payload(rank) == (4 * (rank * p + biases_and_norms), 4 * rank * q)
-    with pytest.raises(UserError, match="rank = 0"):
-        first.powersgd_payload(0)
 
 
 @pytest.mark.parametrize("rank", [1, 20, 24, 64])
@@ -113,15 +107,6 @@ def test_stages_add_up_to_the_model(tensor: int, pipeline: int, per_chunk: int, 
         assert sum(stage.parameters for stage in whole) == shape.allocated_parameters
 
 
-@given(low=st.integers(1, 200), more=st.integers(0, 200))
-@settings(max_examples=60, deadline=None)
-def test_bytes_grow_with_the_rank_and_never_exceed_dense(low: int, more: int) -> None:
-    for stage in build(small(tensor=2)):
-        fewer, payload = sum(stage.powersgd_payload(low)), sum(stage.powersgd_payload(low + more))
-        assert fewer <= payload <= sum(stage.dense_payload())
-        assert payload <= sum(stage.powersgd_payload(low + more, always=True))
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -142,40 +127,10 @@ def test_placement_refusals() -> None:
     shape = GPTShape(layers=2, hidden=64, heads=4, sequence_length=32, vocab_size=500, tensor=2, pipeline=2, data=3)
     for nodes, gpus, words in (
         (4, 2, r"nodes \* gpus_per_node = 8, but tensor \* pipeline \* data = 12"),
-        (4, 3, "not divisible by parallel.tensor"),
-        (3, 4, "beside another one of its group"),
+        (4, 3, "gpus_per_node = 3 does not hold one tensor-parallel group"),
+        (3, 4, "replicas on different nodes"),
     ):
         with pytest.raises(UserError, match=words):
             groups_sharing_a_node(shape, nodes, gpus)
     # one replica: a node may hold several stages, and nothing is reduced
     assert groups_sharing_a_node(replace(shape, data=1), 1, 4) == 4
-
-
-S, B, H, A = 32, 2, 64, 4  # tokens, sequences, hidden size, heads
-
-
-def run(*, model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    schedule = {"iterations": 1, "lr": 1.0, "lr_warmup_fraction": 0.0, "eval_interval": 1, "eval_batches": 1}
-    return RunConfig(
-        scale="test", study="test", variant="none", label="none", seed=1, parallel=parallel or {},
-        model={"layers": 4, "hidden": H, "heads": A, "sequence_length": S, "dropout": 0.1} | (model or {}),
-        train=schedule | {"micro_batch": B, "global_batch": B} | train,
-    )  # fmt: skip
-
-
-def test_activations_are_those_that_were_published() -> None:
-    for t in (1, 2, 4):
-        ours = layer_activations(run(parallel={"tensor": t}, precision="bf16"))
-        assert ours == pytest.approx(S * B * H * (10 + 24 / t + 5 * A * S / (H * t)), rel=1e-12)
-    # Section 4.1: 96 heads, hidden 12288, sequence 2048: scores and masks are 80 s b h, beside 34 s b h.
-    big = run(model={"layers": 1, "hidden": 12288, "heads": 96, "sequence_length": 2048}, precision="bf16")
-    assert layer_activations(big) == pytest.approx((34 + 80) * B * 2048 * 12288)
-
-
-def test_activations_by_hand() -> None:
-    # 4 tensors of s b h whole; Q K V, projection's input, GeLU in and out: 4 + 8; one matrix of scores a head
-    assert layer_activations(run(model={"dropout": 0.0})) == 4 * (S * B * H * (4 + 4 + 8) + B * A * S * S)
-    split, vocabulary = run(parallel={"tensor": 2, "pipeline": 2}), 512
-    middle = 2 * layer_activations(split)
-    assert stage_activations(split, 0, vocabulary) - middle == S * B * H
-    assert stage_activations(split, 1, vocabulary) - middle == 2 * 4 * S * B * H + 4 * S * B * vocabulary / 2

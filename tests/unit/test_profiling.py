@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import threading
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from edgc import EDGCConfig
 from edgc.compressors import Channel, Gradient
-from edgc.runtime.channel import span
 from tests.workers import run_workers
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -81,25 +79,3 @@ def test_every_part_of_a_reduction_has_a_name(name: str, seen: list[dict[str, li
         # A mean whose shares stay where they are.
         events = [event for event, _, _ in rank["scattered"]]
         assert events == ["edgc::compress", "edgc::reduce_scatter", "edgc::wait", "edgc::decompress"]
-
-
-def test_ranges_of_several_threads() -> None:
-    barrier = threading.Barrier(2, timeout=60)
-
-    def work() -> None:
-        for _ in range(4):
-            with span("edgc::test"):
-                barrier.wait()
-
-    # The options by their names of today; what is documented in edgc.runtime.channel has to work.
-    try:
-        everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    except TypeError:
-        pytest.skip(f"torch {torch.__version__} traces no threads but the profiler's own")
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everything) as profiler:
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sum(event.name == "edgc::test" for event in profiler.events()) == 8

@@ -83,11 +83,6 @@ def test_inverse_clamps() -> None:
     for value in (stage.error(0), 2 * stage.error(0)):
         assert stage.rank_for_error(value) == 0
     assert stage.rank_for_error(0) == 256
-    for inverse in (lambda value: rank_for_error(32, 64, value), stage.rank_for_error):
-        with pytest.raises(ValueError, match="number"):
-            inverse(math.nan)
-    with pytest.raises(ValueError, match="at least one row"):
-        error(0, 5, 1)
 
 
 def test_stage_error_is_the_sum_of_squares() -> None:
@@ -107,12 +102,6 @@ def test_stage_inverse_to_1e_9(shapes: list[tuple[int, int]], fraction: float) -
     stage = StageModel(shapes)
     rank = fraction * stage.max_rank
     assert abs(stage.rank_for_error(stage.error(rank)) - rank) < 1e-9
-
-
-@pytest.mark.parametrize("shapes", [[], [(0, 4)]])
-def test_stage_refuses_nonsense(shapes: list[tuple[int, int]]) -> None:
-    with pytest.raises(ValueError, match="matrix"):
-        StageModel(shapes)
 
 
 def test_next_rank_keeps_the_error() -> None:

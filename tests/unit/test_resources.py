@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,16 +31,10 @@ def run_of(world: int, **sections: Any) -> RunConfig:
     return resolve(values | {"parallel": {"data": world}, "train": train} | sections, "the test")
 
 
-def test_the_committed_file_is_the_defaults_and_its_comments_are_settings(site_file: Path) -> None:
+def test_the_committed_file_is_the_defaults(site_file: Path) -> None:
     for text in ("", "\n", "# nothing yet\n\n", DEFAULT.read_text()):
         site_file.write_text(text)
         assert load_resources() == Resources()
-    keys = tuple(f"# {key}: " for key in Resources.model_fields)
-    lines = DEFAULT.read_text().splitlines()
-    settings = [line.removeprefix("# ") for line in lines if line.startswith(keys) or line[:1] not in ("#", "")]
-    site_file.write_text("\n".join(settings))
-    assert set(yaml.safe_load(site_file.read_text())) == set(Resources.model_fields)
-    assert load_resources().account == "my_project"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +69,7 @@ def test_nodes_are_the_fewest_with_equally_many_ranks(world: int, gpus: int) -> 
 def test_every_ci_run_fits_on_a_node_of_4_cores_and_8_gb() -> None:
     runs = [run for study in matrix.studies() for run in matrix.runs(study, "ci")]
     jobs = [training_job(run, Resources()) for run in runs]
-    assert len(runs) > 50 and {(job.nodes, job.gpus, job.gres) for job in jobs} == {(1, 0, None)}
+    assert runs and {(job.nodes, job.gpus, job.gres) for job in jobs} == {(1, 0, None)}
     assert max(job.cpus for job in jobs) <= 4 and max(job.memory for job in jobs) <= 8000
 
 
@@ -88,78 +81,6 @@ def test_a_job_has_a_rank_on_each_gpu_and_memory_for_its_model() -> None:
     assert training_job(small, Resources()).memory < training_job(large, Resources()).memory
     job = training_job(large, Resources(memory_gb=3, cpus_per_node=7))
     assert (job.memory, job.cpus) == (3000, 7)
-
-
-def test_runtime_grows_with_the_attempt_up_to_the_limit() -> None:
-    site = Resources(training_minutes=100)
-    assert [slurm.runtime(site, attempt, 250) for attempt in (1, 2, 3)] == [100, 200, 250]
-    assert slurm.runtime(site, 3, None) == 300
-
-
-SINFO = """gpu*|8|64|500000|1-00:00:00|gpu:v100:4(S:0-1)
-gpu*|2|64|500000|1-00:00:00|gpu:v100:2(S:0-1)
-cpu|40|32+|128000+|infinite|(null)
-odd|1|8|1000|7-12:30:00|gpu:a100:2(S:0,1),gpu:v100,nvme:2
-half|1|8|1000|30:00|gpu:4
-hour|1|8|1000|2:00:00|gpu
-"""
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, slurm.Partition]:
-    monkeypatch.setattr(slurm, "ask", lambda *command: SINFO if command[0] == "sinfo" else "research\nteaching\n")
-    found = slurm.partitions()
-    assert found is not None
-    return found
-
-
-def test_partitions_are_read_and_runs_that_fit_accepted(cluster: dict[str, slurm.Partition]) -> None:
-    assert [(name, partition.minutes) for name, partition in cluster.items()] == [
-        ("gpu", 1440),
-        ("cpu", None),
-        ("odd", 10830),
-        ("half", 30),
-        ("hour", 120),
-    ]
-    gres = [nodes.gres for name in ("cpu", "odd", "half", "hour") for nodes in cluster[name].nodes]
-    assert gres == [{}, {"gpu": 3, "gpu:a100": 2, "gpu:v100": 1, "nvme": 2}, {"gpu": 4}, {"gpu": 1}]
-    assert cluster["gpu"].default
-    assert [(nodes.count, nodes.gres["gpu:v100"]) for nodes in cluster["gpu"].nodes] == [(8, 4), (2, 2)]
-    assert cluster["cpu"].nodes[0].memory == 128000
-    assert slurm.training_partition(Resources(), cluster) == cluster["gpu"]
-    assert slurm.training_partition(Resources(partition="cpu"), cluster) == cluster["cpu"]
-    slurm.check_runs(Resources(gpus_per_node=4, gres="gpu:v100"), map(run_of, (4, 8, 32)), cluster)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (
-            {"gpus_per_node": 4},
-            "gpus_per_node = 4: rank_sweep/r4-s1 needs 16 nodes with 4 gpu each, partition gpu has 8 of them",
-        ),
-        ({"gpus_per_node": 4, "gres": "gpu:h100"}, "the largest with 0 gpu:h100"),
-        ({"memory_gb": 900}, "memory_gb = 900"),
-        ({"cpus_per_node": 65}, "cpus_per_node = 65"),
-        ({"partition": "gpus"}, "partition = 'gpus': the cluster has no such partition"),
-        ({"cpu_partition": "x"}, "cpu_partition = 'x'"),
-        ({"account": "reserch"}, "account = 'reserch': not an account of user"),
-    ],
-)
-def test_what_the_cluster_does_not_have_is_refused(
-    cluster: dict[str, slurm.Partition], settings: dict[str, Any], named: str
-) -> None:
-    slurm.check_resources(Resources(partition="gpu", cpu_partition="cpu", account="research"), cluster)
-    with pytest.raises(UserError) as error:
-        slurm.check_resources(Resources(**settings), cluster)
-        slurm.check_runs(Resources(**settings), [run_of(2), run_of(64)], cluster)
-    assert named in str(error.value) and "\n" not in str(error.value)
-
-
-def test_without_slurm_nothing_is_refused() -> None:
-    slurm.check_resources(Resources(partition="gpus", account="nobody"), None)
-    slurm.check_runs(Resources(gpus_per_node=1), [run_of(64)], None)
-    assert slurm.ask("no-such-program") is None
 
 
 def test_command_starts_one_launcher_on_each_node(tmp_path: Path) -> None:
@@ -210,23 +131,17 @@ def test_jobs_of_this_folder_alone_are_cancelled(monkeypatch: pytest.MonkeyPatch
     assert slurm.cancel_jobs(tmp_path) == 0
 
 
-@pytest.mark.parametrize(
-    ("remembered", "accounting", "expected"),
-    [(300, True, "squeue"), (60, True, "sacct"), (60, False, "squeue"), (None, True, "sacct"), (None, False, "squeue")],
-)
-def test_states_of_jobs_come_from_where_cancelled_ones_are_seen(
-    remembered: int | None, accounting: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask(program: str, *arguments: str) -> str | None:
-        if program == "sacct":
-            return "" if accounting else None
-        assert (program, *arguments) == ("scontrol", "show", "config")
-        return None if remembered is None else f"MinJobAge               = {remembered} sec\nMpiDefault = none\n"
-
-    monkeypatch.setattr(slurm, "ask", ask)
-    assert slurm.status_command() == expected
-
-
 def test_ranks_that_do_not_divide_over_the_nodes_are_refused() -> None:
     with pytest.raises(UserError, match="world size 3 is not divisible by 2 nodes"):
         ranks_per_node(run_of(3), Nodes(2))
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [(300, False), (60, True), (None, False)])
+def test_a_slurm_that_soon_forgets_ended_jobs_is_warned_of(
+    seconds: int | None, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = f"MinJobAge               = {seconds} sec\nMpiDefault = none\n" if seconds else None
+    monkeypatch.setattr(slurm, "ask", lambda *_: answer)
+    monkeypatch.setattr(slurm.shutil, "which", str)
+    slurm.require()
+    assert ("forgets ended jobs after 60 s" in capsys.readouterr().err) == warned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from edgc.compressors import Statistics
 from edgc.monitor import Iteration
 from edgc.runtime.channel import Stopwatch
 from experiments.spec import matrix
+from experiments.spec.settings import resolve
 from experiments.training import run_log
 from experiments.training.outputs import read_events
 from experiments.training.run_log import SECONDS, RunLog, Step
@@ -34,9 +36,8 @@ def test_summary_of_a_log_whose_skipped_steps_have_no_loss(tmp_path: Path) -> No
     run = matrix.runs("methods", "ci")[0]
     with RunLog(run, tmp_path, speaks=True) as log:
         for index, step in enumerate(steps):
-            log.step(index + 1, step, lr=1e-3, seconds=0.5 + index, tokens=64)
+            log.step(index + 1, step, lr=1e-3, seconds=0.5 + index)
     events = read_events(tmp_path / "metrics.jsonl")
-    assert [event["tokens_per_second"] for event in events] == [128.0, 42.6667, 25.6, 18.2857, 14.2222]
     found = run_log.summary(events, 64, 200, 9.0)
     assert found["train_loss"] == (3.0 + 2.0 + 2.5 - 1.0) / 4  # the mean of those that are numbers
     assert (found["skipped_steps"], found["bytes_total"], found["bytes_ratio"]) == (2, 510, 0.51)
@@ -47,10 +48,39 @@ def test_summary_of_a_log_whose_skipped_steps_have_no_loss(tmp_path: Path) -> No
 
 def test_times_of_a_step_have_six_digits_and_everything_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
     done = Iteration(1, 4, Statistics(compress=Stopwatch(0.012345678912)), entropy=-7.123456789012)
-    numbers = run_log.rank_step(0, 0, 4.123456789012, 1.0, done, None, None)
+    numbers = run_log.rank_step(0, 0, 4.123456789012, 1.0, done, None)
     monkeypatch.setattr(run_log, "gather_numbers", lambda values, device: [list(values)])
     step = run_log.gather_step(numbers, torch.device("cpu"))
     [stage] = step.stages
     assert stage["seconds_compress"] == 0.0123457
     assert stage["seconds_communicate"] == 0 and math.isnan(stage["seconds_exposed"])
     assert (step.loss, stage["entropy"]) == (4.123456789012, -7.123456789012)
+
+
+def test_a_loss_diverges_that_was_well_above_its_best_for_two_windows() -> None:
+    falling = [5.0 - 0.01 * index + 0.1 * (index % 2) for index in range(40)]
+    assert run_log.left_best(falling, 8) is None
+    one = falling + [math.nan] + [6.0] * 7  # skipped steps have no loss
+    assert run_log.left_best(one, 8) is None
+    loss, best = run_log.left_best([*one, *[6.5] * 8], 8) or (0, 0)
+    assert loss == 6.5 and best == pytest.approx(4.7, abs=0.05)
+    assert run_log.left_best([*one, *[4.9] * 8], 8) is None, "it came back"
+
+
+@pytest.mark.parametrize(("sent", "skipped", "named"), [(100, False, False), (20, False, True), (20, True, False)])
+def test_a_run_whose_method_has_no_ranks_diverges_even_if_it_went_dense_again(
+    tmp_path: Path, sent: int, skipped: bool, named: bool
+) -> None:
+    values = matrix.runs("methods", "ci")[0].model_dump(mode="json")
+    run = resolve({**values, "compression": {"method": "sign"}}, "test")
+    stages: list[dict[str, Any]] = [{"stage": 0, "rank": None}]
+    with RunLog(run, tmp_path, speaks=True) as log:
+        log.write("start", bytes_dense=100)
+        for iteration in range(1, 5 * log.window + 1):
+            compressed = iteration == 2 * log.window  # in one step, long before the loss rises
+            step = Step(
+                3.0 + (iteration > 3 * log.window), 1.0, sent if compressed else 100, stages, skipped and compressed
+            )
+            log.step(iteration, step, lr=1e-3, seconds=0.5)
+    events = read_events(tmp_path / "metrics.jsonl", "signature")
+    assert [event["iteration"] for event in events] == ([5 * log.window] if named else [])

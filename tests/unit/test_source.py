@@ -9,6 +9,7 @@ import pytest
 from edgc.errors import UserError
 from experiments.common import source
 from experiments.common.source import DATA, TRAINING, recorded_code
+from experiments.training import provenance
 
 PROGRAM = '"""A program."""\nimport os\n\n\ndef main():\n    """Does it."""\n    return 1  # one\n'
 
@@ -68,3 +69,17 @@ def test_the_code_of_a_record(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         assert recorded_code(path) == code
+
+
+def test_a_run_that_goes_on_names_all_code_that_worked_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    today = ["a"]
+    monkeypatch.setattr(provenance, "training_code", lambda: today[0])
+    assert provenance.code_so_far(tmp_path) == "a"
+    today[0] = "b"
+    assert provenance.code_so_far(tmp_path) == "b", "nothing of a run without a checkpoint is left"
+    (tmp_path / "iter_0000010").mkdir()
+    assert provenance.code_so_far(tmp_path) == "b"
+    today[0] = "c"
+    assert provenance.code_so_far(tmp_path) == "b+c" == provenance.code_so_far(tmp_path)
+    (tmp_path / "code").unlink()
+    assert provenance.code_so_far(tmp_path) == "unknown+c"

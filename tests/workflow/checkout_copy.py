@@ -19,7 +19,6 @@ from experiments.common.source import constant, training_code
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("edgc", "experiments", "paper_figures", "workflows")
-FILES = ("Snakefile", "environment.yml")
 LINKS = ("slurm", "profiles")
 
 # Stand-ins: module -> body. The matrix, the settings, the workflow and all rules are the real ones.
@@ -55,7 +54,7 @@ PROGRAMS = {
         from experiments.spec import matrix
         write(scale() / option("--study"), *matrix.load_study(option("--study")).tables)
     """,
-    "experiments/simulation/cluster_model.py": "write(option('--out'), *RESULTS, *DETAILS)",
+    "experiments/simulation/cluster_model.py": "write(option('--out'), *RESULTS)",
     "experiments/simulation/break_even.py": "write(option('--out'), *RESULTS)",
     "experiments/evaluation/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/evaluation/export.py": """
@@ -67,7 +66,6 @@ PROGRAMS = {
     "experiments/pages/report.py": "write(scale(), 'report.html')",
     "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",
     "experiments/verdicts/regression.py": "write(scale(), 'regression.csv')",
-    "experiments/verdicts/run_code.py": "write(scale(), 'runs.csv')",
     "paper_figures/__main__.py": f"""
         write(option("--out"), sys.argv[1] + ".pdf", sys.argv[1] + ".svg")
         pathlib.Path(option("--out"), sys.argv[1] + ".png").write_bytes(bytes.fromhex("{PNG}"))
@@ -156,8 +154,7 @@ def copy_repository(path: Path) -> None:
     """All that a workflow needs, without results."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, path / name)
+    shutil.copy(ROOT / "Snakefile", path)
     for name in LINKS:
         (path / name).symlink_to((ROOT / name).readlink())
     (path / "results").mkdir()
@@ -167,8 +164,8 @@ def copy_repository(path: Path) -> None:
 def make_checkout(path: Path) -> Checkout:
     copy_repository(path)
     (path / KEPT).mkdir(parents=True)
-    for name in BENCHMARKS["stage_spread"]:
-        (path / KEPT / name).write_text("spread_seconds\n1\n")
+    for name in BENCHMARKS["bench_network"]:
+        (path / KEPT / name).write_text("seconds\n1\n")
     for module, body in PROGRAMS.items():
         # Which tables a program writes is read from its file.
         declared = {name: constant(path / module, name) for name in ("RESULTS", "DETAILS")}

@@ -15,26 +15,54 @@ from edgc.errors import UserError
 from experiments.common.figures import FIGURES
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
-from tests.workflow.checkout_copy import ROOT, Checkout
-from workflows.targets import check_targets, targets
+from tests.workflow.checkout_copy import ROOT, Checkout, planned
+from workflows.targets import check_targets
 
-# People type these.
-CONTRACT = {"entropy_trend", "rank_sweep", "window_ablation", "sampling_ablation", "methods", "gpt2_2p5b_v100"}
-CONTRACT |= {"gpt2_12p1b_h100", "zero_shot", "figures", "report", "ci_regression"}
-BY_NAME = {"moe", "optimus_cc", "policies_long", "tuning"}
+BY_NAME = {"policies_long"}
 BY_NAME |= {f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")}
-TARGETS = [
-    name for name in targets() if name not in ("all", "everything", "texts", "policies_long")
-]  # without runs at ci
+JOINT = [name for name, studies in FIGURES.items() if len(set(studies)) > 1]
+# Without the study that has no runs at ci.
+TARGETS = [*dict.fromkeys([*matrix.studies(), *JOINT, "figures", "report", "ci_regression"])]
+TARGETS.remove("policies_long")
 # Of models of other studies, simulated, not part of `all`, and figures of several studies, one of which has this name.
-ALONE = ("zero_shot", "gpt2_12p1b_h100", "moe", "methods", "policies_settings", "figures", "report", "ci_regression")
+ALONE = (
+    "zero_shot",
+    "gpt2_12p1b_h100",
+    "policies_late",
+    "methods",
+    "policies_settings",
+    "figures",
+    "report",
+    "ci_regression",
+)
+
+
+SETTINGS = {"scal=ci": "scal", "scale=huge": "huge", "scale=../ci": "../ci", "results=a b": "a b"}
+SETTINGS["keep_runs=maybe"] = "maybe"
+PLANNED: dict[str, list[str]] = {"": [], "each": TARGETS, **{name: [name] for name in ("all", *ALONE)}}
+CALLS: dict[str, list[str]] = {
+    "zero_shot at paper scale": ["-n", "-p", "zero_shot", "--config", "scale=paper"],
+    "zero_shot at ci scale": ["-n", "-p", "zero_shot", "--config", "scale=ci"],
+    "slurm": ["--profile", "slurm", "-n", "report"],
+    "slurm at ci scale": ["--profile", "slurm", "-n", "report", "--config", "scale=ci"],
+    "local": ["-np", "rank_sweep"],
+    "rank_swep": ["-c2", "-n", "rank_swep"],
+    **{setting: ["-n", "all", "--config", setting] for setting in SETTINGS},
+}
 
 
 @pytest.fixture(scope="module")
-def plans(checkout: Checkout) -> dict[str, dict[str, int]]:
+def calls(checkout: Checkout) -> dict[str, tuple[int, str]]:
+    """(exit code, output) of Snakemake on a clean tree, all in one process."""
+    plans = {name: ["-n", *call] for name, call in PLANNED.items()}
+    return dict(zip([*plans, *CALLS], checkout.snakemake(*plans.values(), *CALLS.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def plans(calls: dict[str, tuple[int, str]]) -> dict[str, dict[str, int]]:
     """The plans of single targets on a clean tree; "" is Snakemake without a target, "each" are all targets."""
-    calls = {"": [], "each": TARGETS, **{name: [name] for name in ("all", *ALONE)}}
-    return dict(zip(calls, checkout.plan(*calls.values()), strict=True))
+    assert all(calls[name][0] == 0 for name in PLANNED), calls
+    return {name: planned(calls[name][1]) for name in PLANNED}
 
 
 def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> None:
@@ -82,49 +110,45 @@ def test_regression_trains_only_what_is_compared_or_claimed(plans: dict[str, dic
     assert plans["ci_regression"]["train"] == sum(len(matrix.runs(study, "ci")) for study in used)
 
 
-def test_slurm_profile_plans_paper_scale_unless_told_otherwise(checkout: Checkout) -> None:
-    profile = ["--profile", "slurm", "-n", "all"]
-    for (code, text), scale in zip(
-        checkout.snakemake(profile, [*profile, "--config", "scale=ci"]), ("paper", "ci"), strict=True
-    ):
+def test_slurm_profile_plans_paper_scale_unless_told_otherwise(calls: dict[str, tuple[int, str]]) -> None:
+    for name, scale, other in (("slurm", "paper", "ci"), ("slurm at ci scale", "ci", "paper")):
+        code, text = calls[name]
         assert code == 0, text
-        assert f"results/{scale}/report.html" in text
-        assert f"results/{'ci' if scale == 'paper' else 'paper'}/" not in text
+        assert f"results/{scale}/report.html" in text and f"results/{other}/" not in text
 
 
-def test_standard_tasks_are_evaluated_at_paper_scale_and_checked_first(checkout: Checkout) -> None:
-    call = ["-n", "-p", "zero_shot", "--config"]
-    (paper_code, paper), (ci_code, ci) = checkout.snakemake([*call, "scale=paper"], [*call, "scale=ci"])
+def test_standard_tasks_are_evaluated_at_paper_scale_and_checked_first(calls: dict[str, tuple[int, str]]) -> None:
+    (paper_code, paper), (ci_code, ci) = calls["zero_shot at paper scale"], calls["zero_shot at ci scale"]
     assert paper_code == ci_code == 0, paper + ci
     [evaluation] = [line for line in paper.splitlines() if "-m experiments.evaluation.evaluate " in line]
-    names = ",".join(matrix.evaluation("zero_shot", "paper").standard)
-    assert f" --standard {names} --out results/paper/zero_shot " in evaluation
+    records = "results/paper/zero_shot/standard_tasks.json"
+    assert f" --standard {records} --out results/paper/zero_shot " in evaluation
     assert "--tasks-dir" not in evaluation
     assert "-m experiments.evaluation.tasks.make" not in paper
-    checks = [line for line in paper.splitlines() if "-m experiments.evaluation.standard_tasks check" in line]
-    assert len(checks) == 1
-    assert "--scale paper --out results/paper/zero_shot/standard_tasks.json" in checks[0]
+    [check] = [line for line in paper.splitlines() if "-m experiments.evaluation.standard_tasks check" in line]
+    assert f"--scale paper --out {records}" in check
     [evaluation] = [line for line in ci.splitlines() if "-m experiments.evaluation.evaluate " in line]
     assert " --tasks-dir results/ci/zero_shot/tasks " in evaluation
     assert "standard" not in evaluation
     assert "-m experiments.evaluation.standard_tasks" not in ci
 
 
-def test_wrong_settings_are_one_line_and_exit_code_2(checkout: Checkout) -> None:
-    settings = {"scal=ci": "scal", "scale=huge": "huge", "scale=../ci": "../ci", "results=a b": "a b"}
-    settings["keep_runs=maybe"] = "maybe"
-    calls = checkout.snakemake(*(["-n", "all", "--config", setting] for setting in settings))
-    for (code, text), named in zip(calls, settings.values(), strict=True):
-        lines = [line for line in text.splitlines() if not line.startswith("Using workflow specific")]
-        assert code == 2 and len(lines) == 1
-        assert lines[0].startswith("error: ") and named in lines[0] and "pattern" not in lines[0]
-    result = checkout.run("workflows.program", "rank_sweep", "--results", "a b")
-    assert result.returncode == 2
-    [line] = result.stdout.splitlines()
-    assert line.startswith("error: results = 'a b': a path with a space") and not (checkout.path / "a b").exists()
+def one_line(code: int, text: str, *words: str) -> None:
+    """Assert that a program has refused its input in one line with ``words``, Snakemake's about profiles aside."""
+    lines = [line for line in text.splitlines() if not line.startswith(("Using workflow specific", "Using profile"))]
+    assert code == 2 and len(lines) == 1, text
+    assert lines[0].startswith("error: ") and all(word in lines[0] for word in words), text
 
 
-def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(checkout: Checkout, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_wrong_settings_are_one_line_and_exit_code_2(calls: dict[str, tuple[int, str]], setting: str) -> None:
+    one_line(*calls[setting], SETTINGS[setting])
+    assert "pattern" not in calls[setting][1]
+
+
+def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(
+    checkout: Checkout, calls: dict[str, tuple[int, str]], tmp_path: Path
+) -> None:
     """A wrong site file is read while Snakemake still reads its profile, where an error would be a parser's report."""
     site = tmp_path / "site.yaml"
 
@@ -133,9 +157,8 @@ def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(checkout: Checkout, 
         return checkout.run("snakemake", "--profile", "slurm", *arguments, EDGC_SITE=str(site))
 
     result = asks("gpus_per_nod: 4\n", "-n", "all")
-    assert result.returncode == 2
-    [line] = [line for line in result.stdout.splitlines() if not line.startswith("Using profile")]
-    assert line == f"error: unknown key gpus_per_nod (in {site}); did you mean gpus_per_node?"
+    said = f"error: unknown key gpus_per_nod (in {site}); did you mean gpus_per_node?"
+    one_line(result.returncode, result.stdout, said)
     text = "{gpus_per_node: 2, gres: 'gpu:v100', training_minutes: 90, setup: 'module load {cuda}'}\n"
     result = asks(text, "-np", "rank_sweep", "--config", "scale=ci")
     assert result.returncode == 0, result.stdout
@@ -144,118 +167,68 @@ def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(checkout: Checkout, 
     wanted = {"mpi=srun", "nodes=2", "tasks=2", "tasks_per_gpu=0", "gres=gpu:v100:2", "runtime=90"}
     assert all(wanted <= set(line.strip().removeprefix("resources: ").split(", ")) for line in asked)
     assert result.stdout.count("\n        module load {cuda} && srun --nodes=2 ") == len(asked)
-    [(code, local)] = checkout.snakemake(["-np", "rank_sweep"])
+    code, local = calls["local"]
     assert code == 0
     assert "srun" not in local and "nodes=" not in local and "mpi" not in local
 
 
-def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
-    path = checkout.path / "experiments" / "studies" / "broken.yaml"
-    path.write_text("study: broken\ntitle: t\nquestion: q\nvarients: {}\n")
+def test_a_wrong_figure_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
+    file = checkout.path / "paper_figures" / "broken.py"
+    file.write_text("TABLES = (\n")
     try:
-        everything, *others = checkout.snakemake(
-            ["-n", "all"], ["-n", "rank_sweep"], ["-n", "results/ci/figures/rank_sweep.png"]
-        )
-        program, named = checkout.run("workflows.program"), checkout.run("workflows.program", "broken")
+        [(code, output)] = checkout.snakemake(["-n", "rank_sweep"])
     finally:
-        path.unlink()
-    for code, text in (everything, (program.returncode, program.stdout), (named.returncode, named.stdout)):
-        line = text.splitlines()[-1]
-        assert code == 2 and "Traceback" not in text
-        assert line.startswith("error: ") and "varients" in line and "broken.yaml" in line
-    # Of the others it is only named.
-    for code, text in others:
-        assert code == 0, text
-        [line] = [line for line in text.splitlines() if "varients" in line]
-        assert line.startswith("warning: study broken is left out: unknown key varients")
-        assert "rank_sweep_tables" in text
+        file.unlink()
+    one_line(code, output, "not valid Python at line 1 (in ", "broken.py); correct it")
 
 
-def test_wrong_figure_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
-    path = checkout.path / "paper_figures" / "broken.py"
+def test_a_broken_study_is_refused_where_it_is_asked_for_and_else_left_out(checkout: Checkout) -> None:
+    """The simulated study that takes the model of another is broken with it."""
+    studies = checkout.path / "experiments" / "studies"
+    draft, cluster = studies / "broken.yaml", studies / "gpt2_12p1b_h100.yaml"
+    draft.write_text("study: broken\nvarients: {}\n")
+    text = cluster.read_text()
+    cluster.write_text(text.replace("\ncluster:", "\nclustr:"))
     try:
-        for text, said in (
-            (
-                'TABLES = ("methods/tabel.csv",)',
-                "TABLES: study methods has no 'tabel.csv' (in {}); did you mean table.csv",
-            ),
-            ("TABLES = (", "not valid Python at line 1 (in {}); correct it"),
-        ):
-            path.write_text(text + "\n")
-            [(code, output)] = checkout.snakemake(["-n", "all"])
-            line = output.splitlines()[-1]
-            assert code == 2, output
-            assert said.format("paper_figures/broken.py") in line.replace(f"{checkout.path}/", ""), line
+        asked = ([name] for name in ("broken", "all", "results/ci/broken/table.csv", "break_even"))
+        *refused, (other, _), (code, output) = checkout.snakemake(*(["-n", *call] for call in (*asked, ["rank_sweep"])))
     finally:
-        path.unlink()
+        draft.unlink()
+        cluster.write_text(text)
+    for (code_refused, said), words in zip(refused, (("varients", "broken.yaml"),) * 3, strict=True):
+        one_line(code_refused, said, *words)
+    assert other == 2 and code == 0 and planned(output)["train"] == len(matrix.runs("rank_sweep", "ci"))
+    warnings = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[2] for line in warnings] == ["broken", "gpt2_12p1b_h100", "break_even"]
+    assert "varients" in warnings[0] and "clustr" in warnings[2]
 
 
-def test_unknown_standard_task_is_one_line_with_the_name_that_was_meant(checkout: Checkout) -> None:
-    path = checkout.path / "experiments" / "studies" / "zero_shot.yaml"
-    content = path.read_text()
-    try:
-        path.write_text(content.replace("- hellaswag\n", "- hellaswga\n"))
-        [(code, text)] = checkout.snakemake(["-n", "zero_shot", "--config", "scale=paper"])
-        assert code == 2
-        line = text.splitlines()[-1]
-        assert "unknown standard task 'hellaswga'" in line
-        assert line.endswith("did you mean hellaswag?")
-        path.write_text(content.replace("evaluation: {held_out: true, ", "evaluation: {"))
-        [(code, text)] = checkout.snakemake(["-n", "zero_shot"])
-        assert code == 2
-        assert "no task at scale ci" in text.splitlines()[-1]
-    finally:
-        path.write_text(content)
-
-
-def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(checkout: Checkout, tmp_path: Path) -> None:
-    """Before anything is planned, submitted or written. The PATH has Python and no command of Slurm's."""
+def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(
+    checkout: Checkout, calls: dict[str, tuple[int, str]], tmp_path: Path
+) -> None:
+    """Before anything is planned or submitted. The PATH has Python and no command of Slurm's."""
     (tmp_path / "python").symlink_to(sys.executable)
     # Snakemake's plugin calls `which`.
     for name in ("bash", "git", "which", "env"):
         command = shutil.which(name)
         assert command, f"{name} is not installed"
         (tmp_path / name).symlink_to(command)
-    path = str(tmp_path)
-    for program, arguments in (
-        ("workflows.program", ["all", "--profile", "slurm", "--scale", "paper"]),
-        ("snakemake", ["--profile", "slurm", "all"]),
-    ):
-        result = checkout.run(program, *arguments, PATH=path)
-        assert result.returncode == 2, result.stdout
-        lines = result.stdout.splitlines()
-        [line] = lines if program != "snakemake" else [text for text in lines if not text.startswith("Using profile")]
-        assert line.startswith("error: there is no Slurm here: no sbatch, squeue, scancel on the PATH"), line
-        assert "(in --profile slurm); start it on a node" in line
-    assert not (checkout.path / "results" / "ci").exists() and not (checkout.path / "results" / "paper").exists()
-    [(code, text)] = checkout.snakemake(["--profile", "slurm", "-np", "rank_sweep", "--config", "scale=ci"])
-    assert code == 0, text
+    result = checkout.run("workflows.program", "all", "--profile", "slurm", "--scale", "paper", PATH=str(tmp_path))
+    missing = "there is no Slurm here: no sbatch, squeue, scancel on the PATH (in --profile slurm); start it on a node"
+    one_line(result.returncode, result.stdout, missing)
+    assert calls["slurm"][0] == 0
 
 
-def test_unknown_target_is_one_line_with_the_nearest_names(checkout: Checkout) -> None:
-    for wanted, said in (
-        (["all", "figurs"], "unknown target 'figurs' (in the command line); did you mean figures"),
-        (["zzz"], "unknown target 'zzz' (in the command line); known: "),
-        (["results/ci/figures/method.png"], "no such figure (in the command line); did you mean methods"),
-        (["results/ci/method/table.csv"], "nothing makes method (in the command line); did you mean methods"),
-        (["results/ci/rank_sweep/r4-s9/status"], "no such run (in the command line); did you mean r4-s1"),
-    ):
-        with pytest.raises(UserError) as error:
-            check_targets(wanted, "ci", Path("results/ci"))
-        assert said in str(error.value) and "\n" not in str(error.value)
-    for program, arguments in (("workflows.program", ()), ("snakemake", ("-c2", "-n"))):
-        result = checkout.run(program, *arguments, "rank_swep")
-        line = result.stdout.splitlines()[-1]
-        assert result.returncode == 2, result.stdout
-        assert line.startswith("error: unknown target 'rank_swep' (in the command line); did you mean rank_sweep")
-        assert not (checkout.path / "results" / "ci").exists()
-    figure = checkout.run("workflows.program", "results/ci/figures/methods.png", "-n")
-    assert figure.returncode == 0, figure.stdout
-
-
-def test_every_planned_target_is_known_to_the_workflow() -> None:
-    assert {*CONTRACT, "all"} <= {*targets()}
-    check_targets([*TARGETS, "all", "results/ci/zero_shot/models/x", "elsewhere/a.csv"], "ci", Path("results/ci"))
+def test_unknown_target_is_one_line_with_the_nearest_name(
+    checkout: Checkout, calls: dict[str, tuple[int, str]]
+) -> None:
+    check_targets(["all", "results/ci/zero_shot/models/x", "a.csv"], ["all"])
+    for wanted, said in ((["all", "figurs"], "did you mean figures"), (["zzz"], "; known: ")):
+        with pytest.raises(UserError, match=rf"^unknown target '{wanted[-1]}' \(in the command line\).*{said}"):
+            check_targets(wanted, ["all", "figures"])
+    result = checkout.run("workflows.program", "rank_swep")
+    for code, text in (calls["rank_swep"], (result.returncode, result.stdout)):
+        one_line(code, text, "unknown target 'rank_swep' (in the command line); did you mean rank_sweep")
 
 
 def test_unknown_target_of_make_is_one_line_with_the_nearest_names() -> None:
@@ -270,11 +243,6 @@ def test_unknown_target_of_make_is_one_line_with_the_nearest_names() -> None:
         assert result.returncode == 2
         [line] = (result.stdout + result.stderr).splitlines()
         assert said in line
-
-
-def test_lint_is_clean(checkout: Checkout) -> None:
-    [(code, text)] = checkout.snakemake(["--lint"])
-    assert code == 0, text
 
 
 def test_every_run_has_a_name_that_is_a_folder() -> None:

@@ -24,7 +24,7 @@ WORKFLOW = "workflows.program"
 
 
 # The smallest study that trains, one that `all` leaves out, and those that simulate: thirty plans of all take minutes.
-STUDIES = ("rank_sweep", "moe", "break_even", "gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
+STUDIES = ("rank_sweep", "policies_bert", "break_even", "gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
 
 
 # Over 20 s: a whole workflow of stand-ins is made, and each plan reads all studies and fingerprints all code.
@@ -93,7 +93,7 @@ def test_nothing_is_made_twice_nor_after_comments_and_times(finished: Checkout) 
         ),
         edited(experiments / "training" / "train.py", '"""', '"""Another docstring. '),
         edited(finished.path / "edgc" / "engine.py", "\nimport", "\n# A comment.\nimport"),
-        edited(experiments / "studies" / "moe.yaml", "title: Mix", "title: A mix"),  # not part of `all`
+        edited(experiments / "studies" / "policies_bert.yaml", "title: ", "title: The same, "),  # not part of `all`
     ):
         for path in (*experiments.glob("s*/*.yaml"), *finished.path.glob("paper_figures/*.py")):
             path.touch()
@@ -114,14 +114,14 @@ def test_a_title_a_figure_and_a_variant_train_nothing_that_is_there(finished: Ch
     one = "      r4: {label: rank 4, compression: {method: powersgd, rank: 4}}\n"
     with edited(studies / "rank_sweep.yaml", one, one + one.replace("r4:", "r5:").replace("4}}", "5}}")):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"train": 1, "rank_sweep_tables": 1, "figure": 1, "runs": 1}
+    assert plan == {"train": 1, "rank_sweep_tables": 1, "figure": 1}
 
 
 def test_changed_settings_train_the_runs_that_have_them(finished: Checkout) -> None:
     studies = finished.path / "experiments" / "studies"
     with edited(studies / "rank_sweep.yaml", "iterations: 80, eval", "iterations: 60, eval"):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"train": all_runs(), **dict.fromkeys(("rank_sweep_tables", "figure", "runs"), 1)}
+    assert plan == {"train": all_runs(), **dict.fromkeys(("rank_sweep_tables", "figure"), 1)}
     # A claim reads the simulated table, and so does the study that goes beyond it, which has two figures.
     with edited(studies / "gpt2_12p1b_h100.yaml", "nodes: {value: 16", "nodes: {value: 32"):
         plan = followed_by_report(finished.plan(["all"])[0])
@@ -138,7 +138,7 @@ def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
     with edited(engine, code, code + "ANSWER = 42\n"):
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and "data" not in plan
-        assert plan["rank_sweep_tables"] == plan["runs"] == 1
+        assert plan["rank_sweep_tables"] == 1
     with edited(finished.path / "experiments" / "data" / "folder.py", code, code + "ANSWER = 42\n"):
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and plan["data"] == 1
@@ -159,7 +159,6 @@ def test_runs_of_other_code_are_kept_on_purpose(finished: Checkout) -> None:
     with edited(finished.path / "edgc" / "engine.py", code, code + "ANSWER = 42\n"):
         calls = (["-n", "rank_sweep", "--config", f"keep_runs={kept}"] for kept in ("true", "false"))
         (_, kept), (_, other) = finished.snakemake(*calls)
-    assert f"keep_runs: {all_runs()} finished runs of other code than today's are kept" in kept
     assert planned(kept) == {} and planned(other)["train"] == all_runs()
 
 
@@ -176,13 +175,13 @@ def missing(*paths: Path) -> Iterator[None]:
 
 def test_a_missing_file_is_made_again(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
-    names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/moves.csv", "figures/break_even.pdf", "runs.csv"
+    names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/steps.csv", "figures/break_even.pdf"
     with missing(*(folder / name for name in names)):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"rank_sweep_tables": 1, "gpt2_2p5b_v100_tables": 1, "runs": 1, "figure": 3}
+    assert plan == {"rank_sweep_tables": 1, "gpt2_2p5b_v100_tables": 1, "figure": 3}
     with missing(folder / "rank_sweep" / "r4-s1" / "metrics.jsonl"):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"train": 1, "rank_sweep_tables": 1, "runs": 1, "figure": 1}
+    assert plan == {"train": 1, "rank_sweep_tables": 1, "figure": 1}
 
 
 def reverse_times(folder: Path) -> None:
@@ -193,23 +192,21 @@ def reverse_times(folder: Path) -> None:
 
 
 def test_results_that_lost_their_times_are_used_as_they_are(finished: Checkout) -> None:
-    folder, records = finished.path / "results" / "ci", finished.path / ".snakemake" / "metadata"
+    folder = finished.path / "results" / "ci"
     reverse_times(folder)
     assert finished.plan(["all"], ["rank_sweep", "--config", "keep_runs=true"]) == [{}, {}]
     with edited(folder / "rank_sweep" / "r4-s1" / "run.yaml", "provenance", "# Another time.\nprovenance"):
         assert finished.plan(["rank_sweep"]) == [{"rank_sweep_tables": 1, "figure": 1, "rank_sweep": 1}]
-    status = folder / "rank_sweep" / "r4-s1" / "status"
-    kept = records.rename(records.with_name("kept"))
+    records = finished.path / ".snakemake" / "metadata"
+    away = records.rename(records.with_name("away"))
     try:  # copied without Snakemake's records
-        assert finished.plan(["all"]) == [{}]
-        status.unlink()
-        [(code, text)] = finished.snakemake(["-c2", str(status.relative_to(finished.path))])
-        assert code == 0, text
-        # That run was made here, after its tables had come.
-        assert finished.plan(["rank_sweep"]) == [{"rank_sweep_tables": 1, "figure": 1, "rank_sweep": 1}]
+        (_, before), (code, text), (_, after) = finished.snakemake(
+            ["-n", "all"], ["-c1", "--touch", "all"], ["-n", "all"]
+        )
+        assert planned(before) and code == 0 and planned(after) == {}, text
     finally:
         shutil.rmtree(records)
-        kept.rename(records)
+        away.rename(records)
     assert finished.plan(["all"]) == [{}]
 
 
@@ -256,6 +253,8 @@ def test_a_workflow_that_is_ended_ends_its_jobs_and_is_continued(finished: Check
         assert second.returncode == 2
         assert second.stdout.startswith(f"error: another workflow is running, process {process.pid} ")
         assert len(second.stdout.splitlines()) == 1
+        [(code, text)] = finished.snakemake(["-c1", "rank_sweep"])
+        assert code == 2 and "another workflow is running" in text.splitlines()[-1], "one started by hand, neither"
         open_files = {os.path.realpath(entry) for entry in Path(f"/proc/{job}/fd").iterdir()}
         assert str(folder / ".workflow.lock") not in open_files
     # Killed, here: another process ends its jobs.

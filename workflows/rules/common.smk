@@ -10,19 +10,17 @@ sys.path.insert(0, str(ROOT))
 
 from edgc.errors import UserError
 from experiments.spec import matrix
-from experiments.spec.settings import DataConfig
-from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, nearest, tables_of
+from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, tables_of
 from experiments.common import source
 from experiments.common.yaml_settings import load_yaml, validate
-from workflows import freshness, program, steps, targets
+from workflows import jobs, program, steps, targets
 
-# `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
-# (or that of the rule's conda environment under `--sdm conda`), and its programs are those of this checkout.
+# `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too, and
+# its programs are those of this checkout.
 os.environ.update(
     PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
-freshness.judge_by_content()
 
 
 def stop(error):
@@ -34,25 +32,14 @@ def stop(error):
 try:
     config.update(validate(PipelineSettings, config, "--config").model_dump())
     SCALE = config["scale"]
-    runs_of_studies, broken = matrix.all_runs(SCALE)
-    RUNS = {name: {run.name: run for run in runs} for name, runs in runs_of_studies.items()}
-    STUDIES = {name: matrix.load_study(name) for name in RUNS}
-    WANTED = targets.of_command_line() if workflow.is_main_process else []
+    readable, broken = matrix.all_runs(SCALE)
     if workflow.is_main_process:
-        targets.check_studies(broken, WANTED)
-        for name, error in broken.items():
-            print(f"warning: study {name} is left out: {error}", file=sys.stderr)
+        targets.check_studies(broken, targets.of_command_line())
+    RUNS = {name: {run.name: run for run in runs} for name, runs in readable.items()}
+    STUDIES = {name: matrix.load_study(name) for name in RUNS}
     EVALUATIONS = {name: matrix.evaluation(name, SCALE) for name, study in STUDIES.items() if study.needs}
     from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption  # reads their files
 
-    for name, read in INPUTS.items():
-        for study, _, table in (path.partition("/") for path in read):
-            if study in STUDIES and table not in STUDIES[study].tables:
-                problem, file = (
-                    f"TABLES: study {study} has no {table!r}",
-                    f"{MODULES[name].replace('.', '/')}.py",
-                )
-                raise UserError(problem, where=file, fix=nearest(table, STUDIES[study].tables))
     TRAINING_CODE, DATA_CODE = source.training_code(), source.data_code()
 except UserError as error:
     stop(error)
@@ -151,13 +138,6 @@ def recorded_or(record, today):
     return f"code {kept.rpartition('+')[2] if kept else today}"
 
 
-def data_config(wildcards):
-    """How the data of that name is prepared: by the scale's settings, else by those of a study."""
-    default = DataConfig(**matrix.load_scale(SCALE).defaults.get("data", {}))
-    used = [default, *(run.data for runs in RUNS.values() for run in runs.values())]
-    return settings(next((data for data in used if data.path == wildcards.data), default))
-
-
 def data_files(run):
     """The prepared data of a run. ``data.yaml`` has the checksums of the others, which may be too large to be read."""
     first, *others = (f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES)
@@ -220,8 +200,8 @@ def task_options(study, files):
     """How the evaluation is told its tasks; ``files`` are those of `evaluated_tasks`."""
     tasks = EVALUATIONS[study]
     held_out = f"--tasks-dir {Path(files[0]).parent}" if tasks.held_out else ""
-    standard = f"--standard {','.join(tasks.standard)}" if tasks.standard else ""
-    return f"--batch-size {tasks.batch_size} --device {tasks.device} {held_out} {standard}".strip()
+    standard = f"--standard {files[-1]}" if tasks.standard else ""
+    return f"--batch-size {tasks.batch_size} {held_out} {standard}".strip()
 
 
 def here(path):

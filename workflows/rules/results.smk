@@ -11,8 +11,6 @@ rule figure:
         png="<results>/figures/{figure}.png",
     log:
         "<logs>/figure/{figure}.log",
-    conda:
-        "../../environment.yml"
     params:
         results=subpath(output.pdf, ancestor=2),
         folder=subpath(output.pdf, parent=True),
@@ -44,8 +42,6 @@ rule benchmark_figure:
         "<logs>/benchmark/{machine}/{benchmark}.log",
     wildcard_constraints:
         benchmark=one_of(BENCHMARKS),
-    conda:
-        "../../environment.yml"
     params:
         kept=subpath(input[0], parent=True),
         code=lambda w: code("paper_figures.__main__", MODULES[w.benchmark]),
@@ -62,8 +58,6 @@ rule claims:
         "<results>/claims.csv",
     log:
         "<logs>/claims.log",
-    conda:
-        "../../environment.yml"
     params:
         scale=SCALE,
         results=subpath(output[0], ancestor=2),
@@ -88,8 +82,6 @@ rule regression:
         "<results>/regression.csv",
     log:
         "<logs>/regression.log",
-    conda:
-        "../../environment.yml"
     params:
         scale=SCALE,
         results=subpath(output[0], ancestor=2),
@@ -102,28 +94,8 @@ rule regression:
         " --reference {params.reference} 2>&1 | tee {log}"
 
 
-# Which code made each run: with keep_runs=true, or restored, it may be other code than today's.
-rule runs:
-    input:
-        [path for study in MAIN for path in run_files(study)],
-    output:
-        "<results>/runs.csv",
-    log:
-        "<logs>/runs.log",
-    conda:
-        "../../environment.yml"
-    params:
-        scale=SCALE,
-        results=subpath(output[0], ancestor=2),
-        code=code("experiments.verdicts.run_code"),
-        training=TRAINING_CODE,
-    shell:
-        "python -m experiments.verdicts.run_code --scale {params.scale} --results {params.results} > {log} 2>&1"
-
-
 SHOWN = [
     rules.claims.output,
-    rules.runs.output,
     [study_results(study) for study in MAIN],
     figure_files(MAIN_FIGURES),
     MEASURED,
@@ -137,8 +109,6 @@ rule report_html:
         "<results>/report.html",
     log:
         "<logs>/report.log",
-    conda:
-        "../../environment.yml"
     params:
         scale=SCALE,
         results=subpath(output[0], ancestor=2),

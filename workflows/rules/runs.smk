@@ -1,27 +1,18 @@
 # Text to token files, and training runs on them.
 
 
-if config["keep_runs"] and workflow.is_main_process:
-    folders = [Path(config["results"], SCALE, study, run) for study in RUNS for run in RUNS[study]]
-    codes = [source.recorded_code(folder / "run.yaml") for folder in folders if (folder / "status").is_file()]
-    others = len(codes) - codes.count(TRAINING_CODE)
-    print(f"keep_runs: {others} finished runs of other code than today's are kept", file=sys.stderr)
-
-
 # A run finds its data by data.path of its settings.
 rule data:
     output:
         [f"<results>/data/{{data}}/{name}" for name in DATA_FILES],
     log:
         "<logs>/data/{data}.log",
-    conda:
-        "../../environment.yml"
     threads: 2
     params:
         folder=subpath(output[0], parent=True),
         scale=SCALE,
         code=lambda w: recorded_or(f"data/{w.data}/data.yaml", DATA_CODE),
-        settings=data_config,
+        settings=lambda w: settings(matrix.data_config(SCALE, w.data)),
     shell:
         "python -m experiments.data prepare --scale {params.scale} --name {wildcards.data} --out {params.folder}"
         " > {log} 2>&1"
@@ -46,8 +37,6 @@ rule train:
         [f"<results>/{{study}}/{{run}}/{name}" for name in RUN_FILES],
     log:
         "<logs>/train/{study}/{run}.log",
-    conda:
-        "../../environment.yml"
     # A core for each process, so that runs side by side do not disturb each other's timings; Snakemake cuts it down
     # to the machine.
     # Under Slurm they are those of one node, and a task is the launcher of one node.
@@ -61,12 +50,8 @@ rule train:
         results=subpath(output[0], ancestor=4),
         code=lambda w: recorded_or(f"{w.study}/{w.run}/run.yaml", TRAINING_CODE),
         settings=lambda w: run_settings(w.study, w.run),
-    # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes. On a terminal the progress bar
-    # is shown; the log gets the lines without it.
+    # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes.
     shell:
-        r"""
-        export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-        export TTY_COMPATIBLE=$([ -t 2 ] && echo 1 || echo 0) COLUMNS=$(stty size <&2 2>/dev/null | cut -d' ' -f2)
-        {resources.launch} --study {wildcards.study} --run {wildcards.run} --scale {params.scale} \
-            --results {params.results} 2>&1 | tee >(cat >&2) | sed -u 's/\x1b\[[0-9;?]*[A-Za-z]//g; s/.*\r//' >{log}
-        """
+        "export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1;"
+        " {resources.launch} --study {wildcards.study} --run {wildcards.run} --scale {params.scale}"
+        " --results {params.results} 2>&1 | tee {log} >&2"

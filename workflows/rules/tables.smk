@@ -17,8 +17,6 @@ for study, table_program in PROGRAMS.items():
             **table_outputs(table_program, study),
         log:
             f"<logs>/table/{study}.log",
-        conda:
-            "../../environment.yml"
         params:
             program=table_program if simulated else "experiments.analyse",
             study=study,

@@ -14,8 +14,6 @@ rule tasks:
         "<results>/{study}/tasks/tasks.json",
     log:
         "<logs>/tasks/{study}.log",
-    conda:
-        "../../environment.yml"
     params:
         data=subpath(input.data, parent=True),
         folder=subpath(output[0], parent=True),
@@ -32,8 +30,6 @@ rule standard_tasks:
         "<logs>/standard_tasks/{study}.log",
     priority: 100
     localrule: True
-    conda:
-        "../../environment.yml"
     params:
         scale=SCALE,
         code=code("experiments.evaluation.standard_tasks"),
@@ -51,8 +47,6 @@ rule export:
         directory("<results>/{study}/models"),
     log:
         "<logs>/export/{study}.log",
-    conda:
-        "../../environment.yml"
     threads: 2
     params:
         data=subpath(input.data, parent=True),
@@ -76,8 +70,6 @@ rule evaluate:
         "<logs>/evaluate/{study}.log",
     wildcard_constraints:
         study=one_of(name for name, table_program in PROGRAMS.items() if table_program == EVALUATION),
-    conda:
-        "../../environment.yml"
     threads: 2
     params:
         models=lambda w, input: [Path(input.models, run.name) for _, run in evaluated_runs(w.study)],

@@ -72,7 +72,8 @@ class Flat:
     Attributes:
         buffers: whatever else a method wants to keep from call to call.
         work: M; what is kept, afterwards.
-        spare: the errors of last time, free once M is known to get across; then the result.
+        spare: the errors of last time.
+        result: what all workers have instead of M, afterwards.
         velocity: under momentum correction, the velocities of this step; None without.
         last_velocity: those of the step before.
     """
@@ -83,6 +84,7 @@ class Flat:
     buffers: dict[str, Any]
     work: Tensor
     spare: Tensor
+    result: Tensor
     velocity: Tensor | None = None
     last_velocity: Tensor | None = None
 
@@ -92,7 +94,7 @@ class Flat:
         *offsets, total = accumulate(sizes, initial=0)
         shapes = tuple(g.tensor.shape for g in gradients)
         device = gradients[0].tensor.device
-        room = [torch.empty(total, dtype=torch.float32, device=device) for _ in range(4 if momentum else 2)]
+        room = [torch.empty(total, dtype=torch.float32, device=device) for _ in range(5 if momentum else 3)]
         return cls(tuple(g.name for g in gradients), shapes, tuple(offsets), {}, *room)
 
     def parts(self, vector: Tensor) -> list[Tensor]:
@@ -212,10 +214,8 @@ class Feedback(KeepsErrors):
         if not lossy:
             yield
             next(messages, None)
-            if drained or advanced or self.deferred:
-                # Without a state to protect, what is not finite may go where it goes.
-                ok = finite(_tensors(dense), gradients[0].tensor.device)
-                self._settle_dense(gradients, dense, drained, advanced, ok, statistics)
+            ok = finite(_tensors(dense), gradients[0].tensor.device)
+            self._settle_dense(gradients, dense, drained, advanced, ok, statistics)
             return
         flat = self._load(lossy, channel.world, statistics)
         advanced |= flat.velocities
@@ -314,21 +314,14 @@ class Feedback(KeepsErrors):
     ) -> None:
         decides = host_decides(ok.device)
         if not decides and self.error_feedback:
-            # Before the result takes the place of the errors of last time.
             for gradient, part in zip(gradients, flat.parts(flat.work), strict=True):
                 if gradient.name in self.errors:
                     error = part.view(gradient.tensor.shape)
                     torch.where(ok, error, self._error(gradient), out=error)
                 else:
                     part.masked_fill_(~ok, 0)
-        into = flat.spare
-        if self.deferred:
-            # The errors of last time must stay until the new ones are settled.
-            if "result" not in flat.buffers:
-                flat.buffers["result"] = torch.empty_like(flat.work)
-            into = flat.buffers["result"]
-        write(into)
-        for gradient, part, result in zip(gradients, flat.parts(flat.work), flat.parts(into), strict=True):
+        write(flat.result)
+        for gradient, part, result in zip(gradients, flat.parts(flat.work), flat.parts(flat.result), strict=True):
             tensor, shape = gradient.tensor, gradient.tensor.shape
             kept, mean = part.view(shape), result.view(shape)
             if tensor.dtype == torch.float32:

@@ -24,7 +24,7 @@ class LowRankConfig(CompressingConfig):
     """Settings that ``powersgd`` and ``edgc``, which is PowerSGD under a controller, have in common.
 
     Attributes:
-        error_feedback, warm_start: off only for ablations; the warm start is PowerSGD's.
+        error_feedback: off only for ablations.
         factor_dtype: what P and Q are sent in: ``fp32``, ``bf16`` or (ours) ``int8``, ``int7``, ``int6``, ``int5``,
             ``int4``: so many bits an entry, and 16 for the scale of every 64 entries
             (:mod:`edgc.compressors.quantization`).
@@ -37,7 +37,6 @@ class LowRankConfig(CompressingConfig):
     """
 
     error_feedback: bool = True
-    warm_start: bool = True
     factor_dtype: str = "fp32"
     one_sided: bool = False
     error_dtype: str = "fp32"
@@ -62,11 +61,10 @@ def saves_bytes(shape: Sequence[int], rank: int, factor_dtype: str = "fp32", gra
     return factors < shape[0] * shape[1] * gradient_bits
 
 
-def _factors(bits: float, sides: int = 2) -> Example:
-    """Rank 8; ``sides`` of the two factors are sent, an entry in so many bits."""
-    names = {bits: name for name, bits in FACTOR_BITS.items()}
-    settings = {"rank": 8, "factor_dtype": names[bits], "one_sided": sides == 1}
-    return Example(lambda m, n: 8 * ((m + n) if sides == 2 else n) * bits / 8, settings, exact=bits != 16)
+def _factors(dtype: str, *, one_sided: bool = False) -> Example:
+    """Two factors of rank 8; one-sided the left one, which is the first that is sent."""
+    bits, settings = FACTOR_BITS[dtype], {"rank": 8, "factor_dtype": dtype, "one_sided": one_sided}
+    return Example(lambda m, n: 8 * (m if one_sided else m + n) * bits / 8, settings, exact=bits != 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +80,9 @@ class PowerSGDConfig(LowRankConfig, ConstantConfig):
 
     look = Look("PowerSGD, fixed rank", "#0072B2", "s")
     examples = {
-        "powersgd": _factors(32),
-        "powersgd bf16": _factors(16),
-        "powersgd int8": _factors(8.25),
-        "powersgd int7": _factors(7.25),
-        "powersgd int6": _factors(6.25),
-        "powersgd int5": _factors(5.25),
-        "powersgd int4": _factors(4.25),
-        "powersgd one-sided": _factors(32, sides=1),
+        "powersgd": _factors("fp32"),
+        **{f"powersgd {dtype}": _factors(dtype) for dtype in ("bf16", *QUANTISED_BITS)},
+        "powersgd one-sided": _factors("fp32", one_sided=True),
         "powersgd errors in bf16": Example(
             lambda m, n: 4 * 8 * (m + n), {"rank": 8, "error_dtype": "bf16"}, exact=False
         ),

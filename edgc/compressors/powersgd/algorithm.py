@@ -40,15 +40,14 @@ from torch import Tensor
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps, compressible, finite, square_sums
 from edgc.compressors.dense import Dense
 from edgc.compressors.powersgd import QUANTISED_BITS, LowRankConfig, saves_bytes
-from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Factors, Group, Members, RowBlocks, Spectrum
+from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Group, Members, RowBlocks, Spectrum
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.quantization import Blocks, QuantisedMean
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
 Tensors = Sequence[Tensor]
-# The first message was finite; messages to look at.
-Arrived = Generator[None, None, tuple[Tensor, Tensors]]
+Arrived = Generator[None, None, Tensor]
 
 
 class PowerSGD(KeepsErrors):
@@ -93,14 +92,13 @@ class PowerSGD(KeepsErrors):
         dense = [gradient.tensor for gradient in plain]
         if work.groups:
             members = [[gradients[i] for i in places] for places in work.factored]
-            reduce = self._one_sided if self.one_sided else self._two_sided
-            arrived = yield from reduce(work, members, dense, channel)
-            ok = self._finish(work, members, *arrived, statistics)
+            average = self._one_sided if self.one_sided else self._two_sided
+            ok = yield from average(work, members, dense, channel)
+            self._finish(work, members, ok, statistics)
         else:
             work.dense.start(dense, channel)
             yield
-            # Without a state to protect, what is not finite may go where it goes.
-            ok = finite(work.dense.messages if drained or self.deferred else (), work.device)
+            ok = finite(work.dense.messages, work.device)
         if work.passes.decides and not ok:
             for gradient in gradients:
                 gradient.tensor.fill_(math.nan)
@@ -116,24 +114,25 @@ class PowerSGD(KeepsErrors):
             self._forget(drained, ok)
 
     def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
+        """Send both factors; returns if the messages were finite. If the first was not, there is no second."""
         passes = work.passes
         for at in work.together:
             groups, gradients = work.groups[at], members[at]
             apart = [group for group in groups if group.start is not group.right]
             if apart:
                 # Quantised, the columns of P are to be of one scale.
-                passes.orthonormalise([g.factor(RIGHT).mT for g in apart], [g.start.mT for g in apart])
-            passes.load(groups, gradients, [group.start for group in groups], [group.summed for group in groups])
+                passes.orthonormalise([g.right.mT for g in apart], [g.start.mT for g in apart])
+            passes.load(groups, gradients)
             self._hold(gradients, [group.summed for group in groups])
         ok = finite((yield from self._first_message(work, work.first, dense, channel)), work.device)
         if passes.decides and not ok:
-            return ok, ()
+            return ok
         # Backwards: what was loaded last is still in the cache.
         for at in reversed(work.together):
             groups = work.groups[at]
             passes.orthonormalise([group.summed for group in groups], [group.basis for group in groups])
             for group in groups:
-                passes.right_factor(group, group.basis, group.own)
+                passes.right_factor(group)
             self._hold(members[at], [group.own for group in groups])
         work.second.copy_(work.own)
         if work.wire is None:
@@ -141,27 +140,26 @@ class PowerSGD(KeepsErrors):
             yield
         else:
             yield from work.wire.mean(work.second, channel)
-        return ok, [work.second]
+        return ok & finite([work.second], work.device)
 
     def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
-        passes = work.passes
-        message, own = work.lay_out_one_sided()
+        """Send the factor that the known one gives; returns if the message was finite."""
+        passes, size = work.passes, work.lay_out_one_sided()
         for at in work.together:
             groups, gradients = work.groups[at], members[at]
-            known = [(group.factor(group.side), group.basis, group.side == RIGHT) for group in groups]
+            # Columns are orthonormal, which those of a right factor are rows of.
+            turned = [group.side == RIGHT for group in groups]
             passes.orthonormalise(
-                [factor.mT if is_right else factor for factor, _, is_right in known],
-                [basis.mT if is_right else basis for _, basis, is_right in known],
+                [f.mT if t else f for f, t in zip((g.factor(g.side) for g in groups), turned, strict=True)],
+                [g.basis.mT if t else g.basis for g, t in zip(groups, turned, strict=True)],
             )
-            rights = [basis if is_right else None for _, basis, is_right in known]
-            passes.load(groups, gradients, rights, [group.own for group in groups])
-            for group, right in zip(groups, rights, strict=True):
-                if right is None:
-                    passes.right_factor(group, group.basis, group.own)
+            passes.load(groups, gradients)
+            for group in groups:
+                if group.side == LEFT:
+                    passes.right_factor(group)
             self._hold(gradients, [group.own for group in groups])
-        message.copy_(own)
-        messages = yield from self._first_message(work, message, dense, channel)
-        return finite((), work.device), messages
+        message = work.first[:size].copy_(work.own[:size])
+        return finite((yield from self._first_message(work, message, dense, channel)), work.device)
 
     def _first_message(
         self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
@@ -183,17 +181,14 @@ class PowerSGD(KeepsErrors):
                 if self._holds(gradient):
                     factor[i].mul_(0)
 
-    def _finish(
-        self, work: Workspace, members: Members, ok: Tensor, messages: Tensors, statistics: Statistics
-    ) -> Tensor:
-        """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
-        ok = ok & finite(messages, work.device)
+    def _finish(self, work: Workspace, members: Members, ok: Tensor, statistics: Statistics) -> None:
+        """Write M^ and E, count, and keep the factor for the next step, if all messages were finite."""
         passes = work.passes
         if passes.decides and not ok:
-            return ok
+            return
         if not passes.decides:
             # So the products are not finite on any worker, without anybody looking.
-            (work.first if self.one_sided else work.second).masked_fill_(~ok, math.nan)
+            work.second.masked_fill_(~ok, math.nan)
         own_sq = square_sums([group.own for group in work.groups])
         remaining_sq = [group.input_sq - sent_sq for group, sent_sq in zip(work.groups, own_sq, strict=True)]
         if work.wire is not None:
@@ -204,8 +199,7 @@ class PowerSGD(KeepsErrors):
                 group.own.sub_(rounding)
         for at in work.together:
             groups = work.groups[at]
-            owns, means = [self._pair(g, g.own) for g in groups], [self._pair(g, g.mean) for g in groups]
-            errors_sq = passes.store(groups, owns, means, [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
+            errors_sq = passes.store(groups, [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
             norms = [[g.gradient_sq for g in groups], [g.input_sq for g in groups], errors_sq]
             sums = torch.stack([torch.cat(list(sq)).sum() for sq in norms])
             statistics.add_norms(*(sums.tolist() if passes.decides else torch.where(ok, sums, 0.0).unbind()))
@@ -215,20 +209,14 @@ class PowerSGD(KeepsErrors):
         held = {gradient.name: ok for group in members for gradient in group if self._holds(gradient)}
         if held:
             self._then(partial(self.held.update, held))
-        return ok
-
-    def _pair(self, group: Group, factor: Tensor) -> Factors:
-        """Left and right factor of the product of the basis and ``factor``."""
-        known_is_right = self.one_sided and group.side == RIGHT
-        return (factor, group.basis) if known_is_right else (group.basis, factor)
 
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
         for group in work.groups:
-            if group.spare is not None and group.error is not None:
+            if group.error is not None and group.spare is not None:
                 group.error, group.spare = group.spare, group.error
                 self.errors.update(zip(group.names, group.error, strict=True))
-        factors = [group.factor(group.other if self.one_sided else RIGHT) for group in work.groups]
+        factors = [group.factor(group.sent) for group in work.groups]
         replaced = work.passes.keep([group.mean for group in work.groups], factors, ok)
         if self.one_sided:
             # The next step begins with the other factor only if there is one: after a gradient of zeros or one that is
@@ -237,7 +225,7 @@ class PowerSGD(KeepsErrors):
                 group.turn(flags.all())
         if not work.registered:
             self._state.commit(work.groups)
-            work.registered = self.config.warm_start
+            work.registered = True
 
     def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
         key = (rank, *((g.name, g.tensor.shape, g.tensor.dtype, g.tensor.device) for g in gradients))
@@ -247,12 +235,9 @@ class PowerSGD(KeepsErrors):
             self._discard(names)
             factored = [g for g in gradients if rank is not None and self._factors(g.tensor, rank)]
             passes = self._on_cpu if host_decides(gradients[0].tensor.device) else self._on_gpu
-            groups = self._state.groups(factored, rank or 1, batched=not passes.decides, deferred=self.deferred)
+            groups = self._state.groups(factored, rank or 1, batched=not passes.decides)
             work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
-        elif not self.config.warm_start:
-            for group in work.groups:
-                self._state.begin(group)
         return work
 
     def _factors(self, gradient: Tensor, rank: int) -> bool:
@@ -318,8 +303,8 @@ class Workspace:
         dense: messages of the gradients that are not factored, :attr:`plain` their positions; :attr:`factored` those of
             every group.
         wire: what factors are sent through; None where they are sent as they are, in fp32.
-        first, second: flat messages of factors; only ``first`` if one-sided.
-        basis, own: flat buffers laid out like the messages.
+        first, second: flat messages of factors; one-sided the same one.
+        basis, own: flat buffers of bases, and of this worker's part of the second message, laid out like it.
     """
 
     def __init__(
@@ -339,10 +324,10 @@ class Workspace:
         members = {i for group in self.factored for i in group}
         self.plain = [i for i in range(len(gradients)) if i not in members]
         device = self.device = gradients[0].tensor.device
-        lefts, rights = self._sizes([LEFT] * len(groups)), self._sizes([RIGHT] * len(groups))
+        lefts, rights = [LEFT] * len(groups), [RIGHT] * len(groups)
+        sizes = self._sizes(lefts), self._sizes(rights)
         # One-sided, every matrix may have either of its factors sent.
-        largest = [max(pair) for pair in zip(lefts, rights, strict=True)]
-        first, second = (sum(largest), 0) if config.one_sided else (sum(lefts), sum(rights))
+        first, second = [sum(map(max, *sizes))] * 2 if config.one_sided else map(sum, sizes)
 
         def flat(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)
@@ -350,31 +335,33 @@ class Workspace:
         in_message = config.factor_dtype == "fp32"
         self.dense = Dense([gradients[i].tensor for i in self.plain], first if in_message else 0, device)
         self.first = self.dense.room if in_message and groups else flat(first)
-        self.second, self.basis, self.own = flat(second), flat(first), flat(first if config.one_sided else second)
+        self.second = self.first if config.one_sided else flat(second)
+        self.basis, self.own = flat(first), flat(second)
         bits = QUANTISED_BITS.get(config.factor_dtype)
         # Blocks of a quantiser run down the columns of a factor.
         self._by_columns = bits is not None
         self.wire = None if in_message else Wire(max(first, second), device, Blocks(bits) if bits else None)
         if config.one_sided:
             return
-        self._carve("summed", self.first, [LEFT] * len(groups))
-        self._carve("basis", self.basis, [LEFT] * len(groups))
-        self._carve("own", self.own, [RIGHT] * len(groups))
-        self._carve("mean", self.second, [RIGHT] * len(groups))
+        self._carve("summed", self.first, lefts)
+        self._carve("basis", self.basis, lefts)
+        self._carve("own", self.own, rights)
+        self._carve("mean", self.second, rights)
         if bits if config.orthonormal_q is None else config.orthonormal_q:
-            self._carve("start", flat(second), [RIGHT] * len(groups))
+            self._carve("start", flat(second), rights)
         else:
             for group in groups:
-                group.start = group.factor(RIGHT)
+                group.start = group.right
 
-    def lay_out_one_sided(self) -> tuple[Tensor, Tensor]:
-        """Place bases, own factors and means for the sides that are next; returns the flat means and own factors."""
-        others = [group.other for group in self.groups]
+    def lay_out_one_sided(self) -> int:
+        """Place what the sides that are next need; returns the size of the message."""
+        sent = [group.sent for group in self.groups]
         self._carve("basis", self.basis, [group.side for group in self.groups])
-        self._carve("own", self.own, others)
-        self._carve("mean", self.first, others)
-        size = sum(self._sizes(others))
-        return self.first[:size], self.own[:size]
+        self._carve("own", self.own, sent)
+        self._carve("mean", self.first, sent)
+        for group in self.groups:
+            group.start, group.summed = group.basis, group.own
+        return sum(self._sizes(sent))
 
     def _sizes(self, sides: Sequence[int]) -> list[int]:
         return [len(g.names) * g.rank * g.shape[side] for g, side in zip(self.groups, sides, strict=True)]

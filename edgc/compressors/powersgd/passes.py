@@ -43,9 +43,7 @@ _SMALLEST, _LARGEST = 1e-24, 1e24
 _TINY, _NOISE, _SHIFT = 1e-300, 1e-7, 1e-11
 _SMALL_BATCH = 1 << 22  # entries: 32 MiB in fp64
 
-Factors = tuple[Tensor, Tensor]  # left, right
 Members = Sequence[Sequence[Gradient]]  # gradients of every group
-Optionals = Sequence[Tensor | None]
 
 
 class Spectrum(NamedTuple):
@@ -63,28 +61,27 @@ class Group:
     Attributes:
         names, shape, rank: of the parameters; m x n; r <= min(m, n).
         error: [B, m, n], E in its own type; None without error feedback.
-        spare: like ``error`` and takes the new E, so that the old one stays; None to overwrite it.
-        left, right: [B, m, r], [B, r, n]: the warm-started P, if one-sided, and Q.
+        spare: like ``error``, and takes the new E, so that the old one stays until the step is settled.
+        right, left: [B, r, n], [B, m, r]: the warm-started Q and, if one-sided, P.
         drawn: names whose factor is random and new.
         gradients: of this call, one a name.
-        needed: for each, the rows whose mean this rank needs.
         m: [B, m, n], fp32, G and then M; ``in_place`` if that is the gradients' own memory.
         gradient_sq, input_sq: squared norms of G and M, [B], fp64.
         start, summed, basis, own, mean: of the call under way, in the workspace's flat buffers: Q~; P before and
-            after orthogonalisation; the factor that this worker sends; its mean.
+            after orthogonalisation; the factor that this worker sends; its mean. One-sided, the basis is that of the
+            known factor, and P is what this worker sends in every other call.
     """
 
     names: Sequence[str]
     shape: tuple[int, int]
     rank: int
     error: Tensor | None
+    spare: Tensor | None
+    right: Tensor
     left: Tensor | None = None
-    right: Tensor | None = None
     _side: int = RIGHT
-    spare: Tensor | None = None
     drawn: set[str] = field(default_factory=set)
     gradients: Sequence[Tensor] = ()
-    needed: Sequence[tuple[int, int]] = ()
     in_place: bool = False
     m: Tensor = field(init=False)
     gradient_sq: Tensor = field(init=False)
@@ -106,25 +103,26 @@ class Group:
         """Side of the factor that the next call begins with; on a GPU the host may wait here."""
         turns, self._turns = self._turns, None
         if turns is not None and turns.read():
-            self._side = self.other
+            self._side = LEFT if self._side == RIGHT else RIGHT
         return self._side
 
     @property
-    def other(self) -> int:
-        return LEFT if self.side == RIGHT else RIGHT
+    def sent(self) -> int:
+        """Side of the factor whose mean ends a call: the right one or, one-sided, the other than it begins with."""
+        return LEFT if self.left is not None and self.side == RIGHT else RIGHT
 
     def factor(self, side: int) -> Tensor:
         factor = self.right if side == RIGHT else self.left
         assert factor is not None
         return factor
 
+    def pair(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Left and right factor of the product of the basis and ``factor``."""
+        return (factor, self.basis) if self.sent == LEFT else (self.basis, factor)
+
     def bind(self, gradients: Sequence[Gradient]) -> None:
         """Take the gradients of a call."""
         self.gradients = [gradient.tensor for gradient in gradients]
-        rows, columns = self.shape
-        self.needed = [
-            (0, rows) if g.needed is None else (g.needed[0] // columns, -(-g.needed[1] // columns)) for g in gradients
-        ]
         batch = batch_view(self.gradients)
         self.in_place = batch is not None
         if batch is None:
@@ -142,6 +140,7 @@ class Group:
         to put what is missing of the mean in its place (:mod:`edgc.measurement.mean_error`), which is less.
         """
         mean = self.mean[i].double()
+        # r x r either way; which one a square factor takes decides the last bits of kept runs.
         gram = mean.mT @ mean if mean.shape[1] == self.rank else mean @ mean.mT
         values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).tolist()
         rest = float(self.input_sq[i] - square_sums([self.own[i : i + 1]])[0][0])
@@ -182,9 +181,9 @@ class RowBlocks:
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def load(self, xs: Sequence[Group], gradients: Members, rights: Optionals, lefts: Optionals) -> None:
-        """M = G + E and the norms, for the gradients of every x; where factors are given, left = M right^T."""
-        for x, g, right, left in zip(xs, gradients, rights, lefts, strict=True):
+    def load(self, xs: Sequence[Group], gradients: Members) -> None:
+        """M = G + E, the norms and, but where P is the known factor, this worker's part M Q~ of P, for every x."""
+        for x, g in zip(xs, gradients, strict=True):
             x.bind(g)
             gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
             for i, rows in _blocks(x):
@@ -198,62 +197,53 @@ class RowBlocks:
                     block.add_(error if error.dtype == torch.float32 else self._room(error).copy_(error))
                     norm = square_sum(block.view(-1))
                 input_sq[i] += norm
-                if right is not None and left is not None:
-                    product(block, right[i].mT, left[i, rows])
+                if x.side == RIGHT:
+                    product(block, x.start[i].mT, x.summed[i, rows])
             x.gradient_sq, x.input_sq = _fp64(gradient_sq), _fp64(input_sq)
 
-    def right_factor(self, x: Group, left: Tensor, out: Tensor) -> None:
-        """out = left^T M."""
-        for matrix, basis, factor in zip(x.m, left, out, strict=True):
+    def right_factor(self, x: Group) -> None:
+        """Q_w = P^^T M, which this worker sends."""
+        for matrix, basis, factor in zip(x.m, x.basis, x.own, strict=True):
             product(basis.mT, matrix, factor)
 
-    def store(
-        self,
-        xs: Sequence[Group],
-        owns: Sequence[Factors],
-        means: Sequence[Factors],
-        errors_sq: Sequence[Tensor],
-        finite: Tensor,
-    ) -> Sequence[Tensor]:
-        """E = M - product of its ``own`` and, in needed rows at least, G = product of its ``mean``, for every x; M is
-        gone afterwards.
+    def store(self, xs: Sequence[Group], errors_sq: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
+        """E = M - P^ Q_w^T and G = P^ Q^T (one-sided: or P_w Q^^T, P Q^^T), for every x; M is gone afterwards.
 
         What a gradient's type cannot hold of the product goes to E.
 
         Args:
-            errors_sq: ||E||^2 as it follows from ||M||^2 - ||own||^2, [B] each.
+            errors_sq: ||E||^2 as it follows from ||M||^2 and the norm of what this worker sends, [B] each.
             finite: whether the means are. On a CPU they must be; on a GPU, where nobody looks, E stays as it was if
                 they are not, and G is whatever the product of the means is.
 
         Returns:
             ``errors_sq``; on a CPU exact also where that difference is small.
         """
-        each = zip(xs, owns, means, errors_sq, strict=True)
-        return [self._store(x, own, mean, error_sq, finite) for x, own, mean, error_sq in each]
+        return [self._store(x, error_sq, finite) for x, error_sq in zip(xs, errors_sq, strict=True)]
 
-    def _store(self, x: Group, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
+    def _store(self, x: Group, error_sq: Tensor, finite: Tensor) -> Tensor:
         cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
         measured = [0.0] * len(x.names)
         narrow = x.gradients[0].dtype != torch.float32
-        target = x.error if x.spare is None else x.spare
+        (own_left, own_right), (mean_left, mean_right) = x.pair(x.own), x.pair(x.mean)
         for i, rows in _blocks(x):
             block, gradient = x.m[i, rows], x.gradients[i][rows]
             if x.error is not None or cancelled[i]:
                 if reduced_products():
-                    block.sub_(product(own[0][i, rows], own[1][i], self._room(block)))
+                    block.sub_(product(own_left[i, rows], own_right[i], self._room(block)))
                 else:
-                    block.addmm_(own[0][i, rows], own[1][i], alpha=-1)
+                    block.addmm_(own_left[i, rows], own_right[i], alpha=-1)
                 if cancelled[i]:
                     measured[i] += square_sum(block.view(-1))
-            left, right = mean[0][i, rows], mean[1][i]
+            left, right = mean_left[i, rows], mean_right[i]
             if narrow:
                 result = product(left, right, self._room(block))
                 block.add_(result)
                 gradient.copy_(within(result, gradient.dtype))
                 block.sub_(result.copy_(gradient))
-            if target is not None:
-                target[i, rows].copy_(block)
-            if not narrow and rows.start < x.needed[i][1] and rows.stop > x.needed[i][0]:
+            if x.spare is not None:
+                x.spare[i, rows].copy_(block)
+            if not narrow:
                 product(left, right, block)
                 if not x.in_place:
                     gradient.copy_(block)
@@ -356,7 +346,7 @@ class Batched(RowBlocks):
         self._random: dict[tuple[int, int, torch.device], Tensor] = {}
         self._eyes: dict[tuple[int, torch.device], Tensor] = {}
 
-    def load(self, xs: Sequence[Group], gradients: Members, rights: Optionals, lefts: Optionals) -> None:
+    def load(self, xs: Sequence[Group], gradients: Members) -> None:
         for x, g in zip(xs, gradients, strict=True):
             x.bind(g)
             if not x.in_place:
@@ -368,17 +358,17 @@ class Batched(RowBlocks):
             torch._foreach_add_([m for x, _ in owing for m in x.m], [e for _, errors in owing for e in errors])
             for (x, _), sums in zip(owing, square_sums([x.m for x, _ in owing]), strict=True):
                 x.input_sq = sums
-        for x, right, left in zip(xs, rights, lefts, strict=True):
-            if right is not None and left is not None:
-                torch.bmm(x.m, right.mT, out=left)
+        for x in xs:
+            if x.side == RIGHT:
+                torch.bmm(x.m, x.start.mT, out=x.summed)
 
-    def right_factor(self, x: Group, left: Tensor, out: Tensor) -> None:
-        torch.bmm(left.mT, x.m, out=out)
+    def right_factor(self, x: Group) -> None:
+        torch.bmm(x.basis.mT, x.m, out=x.own)
 
-    def _store(self, x: Group, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
+    def _store(self, x: Group, error_sq: Tensor, finite: Tensor) -> Tensor:
         if x.error is not None:
-            x.m.baddbmm_(*own, alpha=-1)
-        left, right = mean
+            x.m.baddbmm_(*x.pair(x.own), alpha=-1)
+        left, right = x.pair(x.mean)
         narrow = x.gradients[0].dtype != torch.float32
         if narrow:
             for i, gradient in enumerate(x.gradients):
@@ -386,13 +376,12 @@ class Batched(RowBlocks):
                 x.m[i].add_(result)
                 gradient.copy_(within(result, gradient.dtype))
                 x.m[i].sub_(gradient)
-        if x.error is not None:
-            target = x.error if x.spare is None else x.spare
+        if x.error is not None and x.spare is not None:
             # Another type than fp32 comes through fp32 as it was.
-            out = target if target.dtype == torch.float32 else x.m
+            out = x.spare if x.spare.dtype == torch.float32 else x.m
             torch.where(finite, x.m, x.error, out=out)
-            if out is not target:
-                target.copy_(out)
+            if out is not x.spare:
+                x.spare.copy_(out)
         if not narrow:
             torch.bmm(left, right, out=x.m)
             if not x.in_place:

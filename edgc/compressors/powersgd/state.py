@@ -63,7 +63,7 @@ class State:
 
     def __init__(self, config: LowRankConfig) -> None:
         self.error_dtype = _ERROR_DTYPES[config.error_dtype] if config.error_feedback else None
-        self.warm_start, self.seed, self.one_sided = config.warm_start, config.seed, config.one_sided
+        self.seed, self.one_sided = config.seed, config.one_sided
         self.errors: dict[str, Tensor] = {}
         self.draws: dict[str, int] = {}
         self._factors: dict[str, Tensor] = {}
@@ -73,61 +73,55 @@ class State:
     @property
     def factors(self) -> dict[str, Tensor]:
         """Q, n x r (one-sided: or P, m x r), with a norm of about one."""
-        self._look(self._turning)
+        self._look()
         return self._factors
 
     @property
     def sides(self) -> dict[str, int]:
         """Side of each factor, if one-sided."""
-        self._look(self._turning)
+        self._look()
         return self._sides
 
-    def _look(self, names: Iterable[str]) -> None:
+    def _look(self) -> None:
         """Refer to the factors of the sides that are next. On a GPU the host may wait here, so a step does not ask."""
-        for name in names:
-            group, i = self._turning[name]
-            if self.warm_start:
-                self._refer(group, i, name)
+        for name, (group, i) in self._turning.items():
+            self._refer(name, group, i)
             self._sides[name] = group.side
 
-    def _refer(self, group: Group, i: int, name: str) -> None:
+    def _refer(self, name: str, group: Group, i: int) -> None:
         factor = group.factor(group.side)[i]
         self._factors[name] = factor.mT if group.side == RIGHT else factor
 
     def release(self, names: Iterable[str]) -> None:
         """Groups with these names are used no more."""
-        turning = [name for name in names if name in self._turning]
-        self._look(turning)
-        for name in turning:
-            del self._turning[name]
+        self._look()
+        for name in names:
+            self._turning.pop(name, None)
 
-    def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool, deferred: bool) -> list[Group]:
-        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape and side
-        together if they are one tensor.
+    def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool) -> list[Group]:
+        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape and side together if
+        they are one tensor.
 
         Raises:
             UserError: the state is of matrices of other shapes.
         """
         members: list[list[Gradient]] = []
+        sides = self.sides
         for gradient in sorted(gradients, key=lambda g: tuple(g.tensor.shape)):
             last = members[-1] if members and batched else []
             if (
                 last
                 and last[0].tensor.shape == gradient.tensor.shape
-                and self._side(last[0].name) == self._side(gradient.name)
+                and sides.get(last[0].name, RIGHT) == sides.get(gradient.name, RIGHT)
                 and batch_view([g.tensor for g in [*last, gradient]]) is not None
             ):
                 last.append(gradient)
             else:
                 members.append([gradient])
-        return [self._group(group, rank, deferred) for group in members]
+        return [self._group(group, rank, sides.get(group[0].name, RIGHT)) for group in members]
 
-    def _side(self, name: str) -> int:
-        """Side of the factor to begin with."""
-        return self.sides.get(name, RIGHT)
-
-    def _group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
-        """Matrices of one shape with their state, in memory of their own or taken over; twice if ``deferred``."""
+    def _group(self, members: Sequence[Gradient], rank: int, side: int) -> Group:
+        """Matrices of one shape with their state, in memory of their own or taken over."""
         rows, columns = members[0].tensor.shape
         rank, device, count = min(rank, rows, columns), members[0].tensor.device, len(members)
         error = None
@@ -146,19 +140,18 @@ class State:
                         new.copy_(old)
                         # Also where the step is given up: a loss scale that changes then has to reach this memory.
                         self.errors[gradient.name] = new
-        left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
         right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
-        names = [gradient.name for gradient in members]
-        group = Group(names, (rows, columns), rank, error, left, right, self._side(names[0]))
-        group.spare = torch.empty_like(error) if deferred and error is not None else None
-        self.begin(group)
+        spare = None if error is None else torch.empty_like(error)
+        left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
+        group = Group([gradient.name for gradient in members], (rows, columns), rank, error, spare, right, left, side)
+        self._begin(group)
         return group
 
-    def begin(self, group: Group) -> None:
+    def _begin(self, group: Group) -> None:
         """The factors to begin with: the warm start, cut or extended to the rank, or random columns."""
-        length, rank = group.shape[group.side], group.rank
+        length, rank, factors = group.shape[group.side], group.rank, self.factors
         for name, factor in zip(group.names, group.factor(group.side), strict=True):
-            q, draw = self.factors.get(name), self.draws.get(name, 0) + 1
+            q, draw = factors.get(name), self.draws.get(name, 0) + 1
             if q is None or q.shape[1] < rank:
                 group.drawn.add(name)
             q = of_rank(q, rank, partial(random_factor, self.seed, draw, name, length))
@@ -168,7 +161,7 @@ class State:
             (factor.mT if group.side == RIGHT else factor).copy_(q)
 
     def commit(self, groups: Sequence[Group]) -> None:
-        """Refer to what a reduction has left in the memory of its groups."""
+        """Refer to the memory of groups whose first reduction has come to its end."""
         for group in groups:
             for i, name in enumerate(group.names):
                 if name in group.drawn:
@@ -177,8 +170,8 @@ class State:
                     self.errors[name] = group.error[i]
                 if self.one_sided:
                     self._turning[name] = group, i
-                elif self.warm_start:
-                    self._refer(group, i, name)
+                else:
+                    self._refer(name, group, i)
             group.drawn.clear()
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,8 +196,7 @@ class State:
         self.errors.clear()
         self.errors.update({name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()})
         both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
-        factors = state["factors"] if both and self.warm_start else {}
-        self._factors = {name: tensor.clone() for name, tensor in factors.items()}
+        self._factors = {name: tensor.clone() for name, tensor in state["factors"].items()} if both else {}
         self._sides = dict(state["sides"]) if self.one_sided else {}
         self._turning = {}
         self.draws = dict(state["draws"])

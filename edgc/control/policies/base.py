@@ -5,7 +5,6 @@ Plain arithmetic: equal numbers give equal answers, so all ranks of a job decide
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,34 +44,28 @@ class History:
     """Window means of stage 0's entropy and of the training loss.
 
     Attributes:
-        warm_up: entropy and standard error (0: not known) of the windows of warm-up that have one.
         reference: rank and entropy of stage 0 when warm-up ended, and the entropy's standard error (0: not known);
             None before, and if no entropy was measured then.
     """
 
     entropy: Means = field(default_factory=Means)
     loss: Means = field(default_factory=Means)
-    warm_up: list[tuple[float, float]] = field(default_factory=list)
     reference: tuple[int, float, float] | None = None
 
-    def anchor(self, rank: int, windows: int) -> None:
-        """Set the reference to ``rank`` and the mean entropy of the last so many windows of warm-up."""
-        last = self.warm_up[-windows:]
-        if last and self.entropy.now is not None:
-            mean = math.fsum(value for value, _ in last) / len(last)
-            self.reference = rank, mean, math.sqrt(math.fsum(error**2 for _, error in last)) / len(last)
+    def anchor(self, rank: int) -> None:
+        """Set the reference to ``rank`` and the entropy of the window that ends warm-up."""
+        if self.entropy.now is not None:
+            self.reference = rank, self.entropy.now, self.entropy.error or 0.0
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """History of its fields in JSON's types."""
         reference = tuple(state["reference"]) if state["reference"] else None
-        warm_up = [(float(entropy), float(error)) for entropy, error in state["warm_up"]]
-        return cls(Means(**state["entropy"]), Means(**state["loss"]), warm_up, reference)
+        return cls(Means(**state["entropy"]), Means(**state["loss"]), reference)
 
     def state_dict(self) -> dict[str, Any]:
         """Fields in JSON's types."""
-        state = asdict(self) | {"reference": list(self.reference) if self.reference else None}
-        return state | {"warm_up": [list(item) for item in self.warm_up]}
+        return asdict(self) | {"reference": list(self.reference) if self.reference else None}
 
 
 @dataclass(frozen=True)
@@ -122,11 +115,9 @@ class Policy(ABC):
 
     Attributes:
         uses_curves: whether reports are to have error curves.
-        reference_windows: how many of the last windows of warm-up the reference is the mean of.
     """
 
     uses_curves: ClassVar[bool] = False
-    reference_windows = 1
 
     def __init__(self, config: PolicyConfig, model: StageModel, stages: int, iterations: int) -> None:
         self.config, self.model, self.stages, self.iterations = config, model, stages, iterations

@@ -21,7 +21,6 @@ class CQM(MeansPolicy):
 
     def __init__(self, config: CQMConfig, *run: Any) -> None:
         super().__init__(config, *run)
-        self.reference_windows = config.reference_windows
         self._moved_at: tuple[float, float] | None = None  # entropy when the rank last moved, and its standard error
 
     def target(self, now: float, end: WindowEnd) -> Move:
@@ -65,17 +64,14 @@ class CQMConfig(SteppedConfig):
     of 16. So every decision says which ranks it would have asked for one standard error away.
 
     Attributes:
-        reference_windows: how many of the last windows of warm-up the reference entropy is the mean of (ours).
         hysteresis: the rank moves only when the entropy has changed by more than so many standard errors since it last
             moved; 0, as in the paper: at every window's end (ours).
     """
 
     rule = CQM
     policy: str = "cqm"
-    reference_windows: int = 1
     hysteresis: float = 0.0
 
     def _check(self) -> None:
         super()._check()
-        self._whole("reference_windows", 1)
         number("hysteresis", self.hysteresis, 0)

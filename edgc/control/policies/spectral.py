@@ -13,6 +13,9 @@ from edgc.control.policies.base import Move, Policy, WindowEnd
 from edgc.control.settings import SteppedConfig
 from edgc.measurement.spectral import Curve
 
+NEWEST = 0.5
+"""Weight of the newest window in the running mean of an error curve."""
+
 
 class Spectral(Policy):
     """Follows the running means of error curves by :func:`spectral`."""
@@ -49,10 +52,10 @@ class Spectral(Policy):
         Raises:
             ValueError: another number of stages, or a curve of another length than the stage's before.
         """
-        means, weight = [], self.config.smoothing
+        means = []
         for stage, (old, new) in enumerate(zip(self._curves, curves, strict=True)):
             if new is not None and old is not None:
-                new = tuple(weight * b + (1 - weight) * a for a, b in zip(old, new, strict=True))
+                new = tuple(NEWEST * b + (1 - NEWEST) * a for a, b in zip(old, new, strict=True))
             self._curves[stage] = old if new is None else new
             means.append(new)
         return means
@@ -71,7 +74,6 @@ class SpectralConfig(SteppedConfig):
 
     Attributes:
         target_error: share of its norm that the mean over workers of M = G + E may lack.
-        smoothing: weight of the newest window in the running mean of the error curve.
         monotone: the rank may fall and never rise again (a gentle decrease measured better than an increase at equal
             bytes).
     """
@@ -79,7 +81,6 @@ class SpectralConfig(SteppedConfig):
     rule = Spectral
     policy: str = "spectral"
     target_error: float = 0.3
-    smoothing: float = 0.5
     monotone: bool = False
 
     look = Look("EDGC (spectral)", "#009E73", "v", "-.")
@@ -87,7 +88,6 @@ class SpectralConfig(SteppedConfig):
     def _check(self) -> None:
         super()._check()
         number("target_error", self.target_error, 0, 1, open_low=True)
-        number("smoothing", self.smoothing, 0, 1, open_low=True)
 
 
 def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> tuple[int, str]:

@@ -8,29 +8,22 @@ function startBoard() {
   const lines = [...table.tBodies[0].rows];
   const [studyChoice, scaleChoice] = [byId("board-study"), byId("board-scale")];
   const familyBoxes = [...document.querySelectorAll('input[name="board-family"]')];
-  let sorted = { key: null, down: false };
 
   const inScale = (row) => !scaleChoice.value || row.scale === scaleChoice.value;
   const asked = (row) => inScale(row) && (!studyChoice.value || row.study === studyChoice.value);
   const passes = (row) => asked(row) && familyBoxes.some((box) => box.checked && box.value === row.family);
 
   scaleChoice.value = board.scale;
-  // The study that compares methods where there is one, else the one with the most rows.
-  const size = (study) => (study === "methods" ? Infinity : rows.filter((row) => row.study === study).length);
-  const here = [...new Set(rows.filter(inScale).map((row) => row.study))];
-  studyChoice.value = here.reduce((best, study) => (size(study) > size(best) ? study : best), here[0] ?? "");
+  // The study that compares methods where there is one, else the first.
+  const here = rows.filter(inScale).map((row) => row.study);
+  studyChoice.value = here.includes("methods") ? "methods" : here[0] ?? "";
 
   // Both ways, one seed comes after several, and what is missing last.
-  const group = (row) => (row[sorted.key] === null || row[sorted.key] === "" ? 2 : Number(row.n < 2));
-  function compare(a, b) {
-    const [one, two] = [a, b].map((row) => (sorted.key === "family" ? row.familyName : row[sorted.key]));
-    if (group(a) !== group(b) || group(a) === 2) return group(a) - group(b);
-    const order = typeof one === "number" ? one - two : one.localeCompare(two, "en", { numeric: true });
-    return sorted.down ? -order : order;
-  }
-
   function sortBy(key, down) {
-    sorted = { key, down };
+    const last = (row) => (row[key] === null || row[key] === "" ? 2 : Number(row.n < 2));
+    const order = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true })) * (down ? -1 : 1);
+    const value = (row) => (key === "family" ? row.familyName : row[key]);
+    const compare = (a, b) => last(a) - last(b) || (last(a) === 2 ? 0 : order(value(a), value(b)));
     table.tBodies[0].append(...[...rows].sort(compare).map((row) => lines[row.index]));
     for (const head of table.tHead.rows[0].cells) {
       if (head.dataset.key === key) head.setAttribute("aria-sort", down ? "descending" : "ascending");
@@ -38,20 +31,12 @@ function startBoard() {
     }
   }
 
-  const tell = ({ row }) => [
-    row.label,
-    ...(studyChoice.value ? [] : [`study ${row.study}`]),
-    ...(scaleChoice.value ? [] : [`scale ${row.scale}`]),
-    `${row.familyName}, n = ${row.shown.n}`,
-    `${row.shown.bytes} of fp32 bytes, ${row.shown.bytes_bf16} of bf16`,
-    `loss ${row.shown.gap} nats${row.shown.interval ? ` (${row.shown.interval})` : ""}`,
-    ...(row.verdict ? [row.verdict] : []),
-  ];
-
-  function light(chosen) {
-    for (const marked of document.querySelectorAll("#pareto [data-row]")) {
-      marked.classList.toggle("active", marked.dataset.row === String(chosen?.row.index));
-    }
+  // What the row's cells say.
+  function tell({ row }) {
+    const [name, family, n, share, bf16, gap, interval, verdict] = [...lines[row.index].cells].map((cell) => cell.textContent.trim());
+    return [name, ...(studyChoice.value ? [] : [`study ${row.study}`]), ...(scaleChoice.value ? [] : [`scale ${row.scale}`]),
+      `${family}, n = ${n}`, `${share} of fp32 bytes, ${bf16} of bf16`, `loss ${gap} nats${interval && ` (${interval})`}`,
+      ...(verdict ? [verdict] : [])];
   }
 
   function plot() {
@@ -65,9 +50,9 @@ function startBoard() {
         title: `bytes sent, of ${against} all-reduce` },
       y: { kind: bent, ends: [Math.min(-2 * margin, 1.4 * Math.min(...gaps)), Math.max(3 * margin, 1.5 * Math.max(...gaps))],
         title: points.length ? "validation loss above uncompressed (nats)" : "No variant passes the switches." },
-      label: `Loss difference against the bytes of ${against} all-reduce, ${points.length} variants. Use the arrow keys.`,
+      label: `Loss difference against the bytes of ${against} all-reduce, ${points.length} variants.`,
       paint: (inside, svg, x, y, room) => paint(points, inside, svg, x, y, room),
-      tell, light, reach: 26,
+      tell, reach: 26,
     };
   }
 
@@ -75,33 +60,17 @@ function startBoard() {
     shape(inside, "rect", { class: "margin", x: room.left, width: room.right - room.left, y: y(margin),
       height: y(-margin) - y(margin) });
     for (const point of points) {
-      const { row } = point;
-      [point.x, point.y] = [x(point.share), y(row.gap)];
-      if (row.low !== null) {
-        shape(inside, "line", { class: "bar", "data-row": row.index, x1: point.x, x2: point.x, y1: y(row.low), y2: y(row.high),
-          stroke: `var(--${row.family})` });
+      const { family, verdict, gap, low, high } = point.row;
+      [point.x, point.y] = [x(point.share), y(gap)];
+      if (low !== null) {
+        shape(inside, "line", { class: "bar", x1: point.x, x2: point.x, y1: y(low), y2: y(high), stroke: `var(--${family})` });
       }
-    }
-    points.forEach((point) => {
-      const { row } = point;
-      point.node = shape(svg, "g", { class: "point", "data-row": row.index, transform: `translate(${point.x} ${point.y})`,
-        role: "img", tabindex: -1, "aria-label": tell(point).join(", ") });
-      const style = row.verdict === "not tested" ? "hollow" : "full";
-      shape(point.node, "use", { class: style, href: `#mark-${row.family}`, color: `var(--${row.family})` });
+      point.node = shape(svg, "g", { class: "point", transform: `translate(${point.x} ${point.y})`, role: "img", tabindex: 0,
+        "aria-label": tell(point).join(", ") });
+      const style = verdict === "not tested" ? "hollow" : "full";
+      shape(point.node, "use", { class: style, href: `#mark-${family}`, color: `var(--${family})` });
       shape(point.node, "circle", { class: "ring", r: 12 });
-    });
-    // One stop of the tabulator key, arrows within, by bytes.
-    points[0]?.node.setAttribute("tabindex", 0);
-    svg.addEventListener("keydown", (event) => {
-      const at = points.findIndex((point) => point.node === event.target);
-      const last = points.length - 1;
-      const to = { ArrowRight: Math.min(last, at + 1), ArrowLeft: Math.max(0, at - 1), Home: 0, End: last }[event.key];
-      if (at < 0 || to === undefined) return;
-      event.preventDefault();
-      points[at].node.setAttribute("tabindex", -1);
-      points[to].node.setAttribute("tabindex", 0);
-      points[to].node.focus();
-    });
+    }
     label(points, svg, room);
     return points;
   }
@@ -143,11 +112,10 @@ function startBoard() {
   }
 
   table.tHead.addEventListener("click", (event) => {
-    const key = event.target.closest("button")?.parentElement.dataset.key;
-    if (key) sortBy(key, sorted.key === key && !sorted.down);
+    const head = event.target.closest("button")?.parentElement;
+    if (head) sortBy(head.dataset.key, head.getAttribute("aria-sort") === "ascending");
   });
   byId("board-switches").addEventListener("change", update);
-  byId("board-switches").addEventListener("submit", (event) => event.preventDefault());
   update();
 }
 if (board) startBoard();

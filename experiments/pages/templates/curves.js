@@ -90,7 +90,6 @@ function startCurves() {
 
   const draw = chart(byId("curves-plot"), plot);
   byId("curves-switches").addEventListener("change", (event) => (event.target === studyChoice ? start() : draw()));
-  byId("curves-switches").addEventListener("submit", (event) => event.preventDefault());
   start();
 }
 if (curves) startCurves();

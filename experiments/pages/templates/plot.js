@@ -51,7 +51,7 @@ function chart(box, describe) {
   let width = 0;
 
   function draw() {
-    const { x, y, label, paint, tell, reach, light = () => {} } = describe();
+    const { x, y, label, paint, tell, reach } = describe();
     const narrow = width < 560;
     const height = narrow ? 380 : 470;
     const [left, right, top, bottom] = [56, width - 20, 28, height - 46];
@@ -77,7 +77,6 @@ function chart(box, describe) {
     const points = paint(inside, svg, across, up, { left, right, top, bottom });
 
     function show(point) {
-      light(point);
       tip.hidden = !point;
       if (!point) return;
       tip.replaceChildren(...tell(point).map((line, index) => element(index ? "span" : "strong", {}, line)));
