@@ -128,7 +128,7 @@ class Rehearsal:
         if observer is not None:
             for rank, engine in enumerate(self.engines):
                 engine.observer = lambda iteration, gradients, rank=rank: observer(rank, iteration, gradients)
-        self._buckets = self._cut(list(self._parameters[0]))[::-1]
+        self._buckets = [list(self._parameters[0])]  # as DDP has them until it knows how backward goes
         self._generators = [torch.device("cpu")]  # devices whose generators a model draws from
         if self.device.type == "cuda":
             self._generators.append(self.device)
@@ -290,10 +290,9 @@ class Rehearsal:
 
     def _measure(self) -> None:
         """Remember the last measurements, which most steps have none of."""
-        for engine in self._members[0].engines:
-            if engine.last is not None:
-                self.entropy = engine.last.entropy if math.isfinite(engine.last.entropy) else self.entropy
-                self.mean_error = engine.last.mean_error if math.isfinite(engine.last.mean_error) else self.mean_error
+        for last in (engine.last for engine in self._members[0].engines if engine.last is not None):
+            self.entropy = _known(last.entropy, _known(last.entropy_full, self.entropy))
+            self.mean_error = _known(last.mean_error, self.mean_error)
 
     @torch.no_grad()
     def averaged(self) -> nn.Module:
@@ -380,6 +379,11 @@ class Rehearsal:
         }
         sizes = {what: (size(each), size(each[:1])) for what, each in found.items()}
         return {**sizes, "gradients": (self.replicas * gradients, gradients)}
+
+
+def _known(value: float, other: float) -> float:
+    """``value`` where it was measured, else the ``other``."""
+    return value if math.isfinite(value) else other
 
 
 class _Buffers:

@@ -1,4 +1,4 @@
-"""Replicas of one process beside as many processes under DDP: every method's and every strategy's examples."""
+"""Every method of compression rehearsed in one process, beside as many processes under DDP."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc.config import EDGCConfig
-from edgc.ddp.strategy import StrategyHandle
 from edgc.rehearsal import Rehearsal
 from edgc.runtime.groups import gather_objects
-from edgc.strategies import StrategyConfig, strategies
 from tests import examples
 from tests.integration.readme import ROOT, block
 from tests.strategy_cases import ROWS, adamw, batch, distance, loss, network
@@ -33,30 +31,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "edgc": {**examples.settings_of("edgc"), **SHORT},
     "cqm": {"method": "edgc", "r_max": 8, "stability_tolerance": 9.0, **SHORT},
 }
-LOCAL = {name: (kind, example) for kind in strategies() for name, example in kind.examples.items()}
 WIDE = ("wide powersgd", "wide int4")  # several buckets
-CASES = (*METHODS, *(name for name in LOCAL if name != "every_step"), *WIDE)
+CASES = (*METHODS, *WIDE)
 Result = tuple[list[float], float, dict[str, Tensor]]  # losses, bytes, weights
 
 
-def made(name: str) -> tuple[nn.Module, EDGCConfig, StrategyConfig | None]:
-    compression = METHODS.get(name, {"method": "quantize", "bits": 4} if "int4" in name else {"rank": 4})
-    strategy, model = None, network()
-    if name in LOCAL:
-        kind, example = LOCAL[name]
-        strategy, compression = kind.from_dict(example.settings), dict(example.compression)
-    elif name in WIDE:
-        compression = {"method": "powersgd", **compression}
-        hidden = nn.Linear(ROWS, 700), nn.Tanh(), nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 8)
-        torch.manual_seed(0)
-        model = nn.Sequential(*hidden)
-    return model, EDGCConfig.from_dict({"min_compression_elements": 1, **compression}), strategy
+def made(name: str) -> tuple[nn.Module, EDGCConfig]:
+    if name not in WIDE:
+        return network(), EDGCConfig.from_dict({"min_compression_elements": 1, **METHODS[name]})
+    compression = {"method": "quantize", "bits": 4} if "int4" in name else {"method": "powersgd", "rank": 4}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(ROWS, 700), nn.Tanh(), nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 8))
+    return model, EDGCConfig.from_dict({"min_compression_elements": 1, **compression})
 
 
 def rehearsed(name: str, world: int) -> Result:
-    model, config, strategy = made(name)
-    options: dict[str, Any] = {"strategy": strategy, "iterations": STEPS, "loss": loss}
-    trained = Rehearsal(model, optimizer=adamw(model), config=config, replicas=world, **options)
+    model, config = made(name)
+    trained = Rehearsal(model, optimizer=adamw(model), config=config, replicas=world, iterations=STEPS, loss=loss)
     losses = [trained.step([batch(step, rank) for rank in range(world)]) for step in range(STEPS)]
     return losses, trained.bytes, {name: p.detach() for name, p in trained.models[0].named_parameters()}
 
@@ -65,10 +56,9 @@ def under_ddp() -> dict[str, Result]:
     """Every case on this rank; the losses are the means over all."""
     rank, found = torch.distributed.get_rank(), {}
     for name in CASES:
-        model, config, strategy = made(name)
+        model, config = made(name)
         optimizer, wrapped = adamw(model), DistributedDataParallel(model)
-        options: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "iterations": STEPS}
-        handle, losses, sent = edgc.ddp.register(wrapped, config, **options), [], 0.0
+        handle, losses, sent = edgc.ddp.register(wrapped, config, iterations=STEPS), [], 0
         for step in range(STEPS):
             optimizer.zero_grad()
             value = loss(wrapped, batch(step, rank))
@@ -76,10 +66,8 @@ def under_ddp() -> dict[str, Result]:
             optimizer.step()
             own = gather_objects(float(value.detach()))
             losses.append(sum(own) / len(own))
-            if not isinstance(handle, StrategyHandle):
-                assert handle.last is not None
-                sent += handle.last.statistics.bytes
-        sent = float(handle.bytes) if isinstance(handle, StrategyHandle) else sent
+            assert handle.last is not None
+            sent += handle.last.statistics.bytes
         found[name] = losses, sent, {name: p.detach().clone() for name, p in model.named_parameters()}
         handle.remove()
     return found

@@ -31,9 +31,9 @@ ENTRIES = sum(math.prod(shape) for shape in SHAPES)
 
 
 def plain(model: nn.Module, **options: Any) -> Rehearsal:
-    usual: dict[str, Any] = {"optimizer": sgd(model), "replicas": 2, "loss": loss}
-    usual.update(options)
-    return Rehearsal(model, **usual)
+    if "optimizer" not in options:
+        options["optimizer"] = sgd(model)
+    return Rehearsal(model, **({"replicas": 2, "loss": loss} | options))
 
 
 def batches(step: int, world: int = 2) -> list[Tensor]:
@@ -190,7 +190,7 @@ def test_memory_here_and_of_each() -> None:
 
 
 def test_report_says_what_was_measured() -> None:
-    measured = {**LOW, "window": 2, "entropy": {"iteration_rate": 1.0}}
+    measured = {**LOW, "window": 2, "entropy": {"iteration_rate": 1.0}, "record_full_entropy": True}
     report = train(rehearsal(EVERY, measured), 5).report()
     assert report.rank == 4
     assert 0 < report.mean_error < 1
