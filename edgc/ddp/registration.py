@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from functools import cache
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,26 @@ from edgc.strategies.base import StrategyConfig
 _MARK = "edgc: is the node kept?"
 _unscaled: weakref.WeakKeyDictionary[Handle, set[int]] = weakref.WeakKeyDictionary()
 """Handles that were given no scaler, until their first step, with the ids of their parameters."""
+
+
+@overload
+def register(
+    model: DistributedDataParallel,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    scaler: Scaler | Literal[False] | None = None,
+) -> Handle: ...
+@overload
+def register(
+    model: DistributedDataParallel,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    scaler: Scaler | Literal[False] | None = None,
+    strategy: StrategyConfig | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Handle | StrategyHandle: ...
 
 
 def register(
@@ -69,15 +89,16 @@ def register(
         UserWarning: on the first rank, if these settings will compress nothing in this model, and if a ``GradScaler``
             makes the steps that was not given.
     """
-    parameters = _agreed(model, config, iterations, scaler)
+    parameters = _agreed(model, config, iterations, scaler, strategy, optimizer)
     if strategy is not None and strategy.name != "every_step":
-        if optimizer is None:
-            raise UserError(f"strategy {strategy.name} needs the optimizer", fix="give optimizer=...")
+        assert optimizer is not None
         slot = _slot_of(model) or Slot(model.process_group)
-        local = StrategyHandle(model, slot, config, strategy, optimizer, iterations)
-        if _slot_of(model) is None:
-            model.register_comm_hook(slot, hook)
-        slot.handle = local
+        with contextlib.ExitStack() as undo:
+            local = StrategyHandle(model, slot, config, strategy, optimizer, iterations)
+            undo.callback(local.remove)
+            slot.handle = local
+            _attach(model, slot)
+            undo.pop_all()
         return local
     tables = embeddings(model.module)
     matrices = [
@@ -110,14 +131,7 @@ def register(
         handle = Handle(engine, names, count, device, group, slot, scaler or None, find_unused=find_unused)
         undo.pop_all()
         undo.callback(handle.remove)
-        if _slot_of(model) is None:
-            try:
-                model.register_comm_hook(slot, hook)
-            except (RuntimeError, ValueError, TypeError) as error:
-                model._comm_hooks = [pair for pair in model._comm_hooks if pair[1] is not slot]
-                what = f"DistributedDataParallel takes no hook: {error}"
-                fix = "wrap the model anew, without a hook of your own"
-                raise UserError(what, where="edgc.ddp.register", fix=fix) from None
+        _attach(model, slot)
         slot.handle = handle
         handle.refuse_sparse(model.module)
         undo.pop_all()
@@ -125,6 +139,19 @@ def register(
         _watch_steps()
         _unscaled[handle] = {id(parameter) for parameter in parameters.values()}
     return handle
+
+
+def _attach(model: DistributedDataParallel, slot: Slot) -> None:
+    """Give the model the hook with its slot, if it has none from an earlier registration."""
+    if _slot_of(model) is not None:
+        return
+    try:
+        model.register_comm_hook(slot, hook)
+    except (RuntimeError, ValueError, TypeError) as error:
+        model._comm_hooks = [pair for pair in model._comm_hooks if pair[1] is not slot]
+        what = f"DistributedDataParallel takes no hook: {error}"
+        fix = "wrap the model anew, without a hook of your own"
+        raise UserError(what, where="edgc.ddp.register", fix=fix) from None
 
 
 def _slot_of(model: DistributedDataParallel) -> Slot | None:
@@ -163,7 +190,14 @@ def _scaler_steps() -> bool:
     return False
 
 
-def _agreed(model: DistributedDataParallel, config: EDGCConfig, iterations: int, scaler: object) -> dict[str, Tensor]:
+def _agreed(
+    model: DistributedDataParallel,
+    config: EDGCConfig,
+    iterations: int,
+    scaler: object,
+    strategy: StrategyConfig | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[str, Tensor]:
     """The parameters whose gradients DDP averages, by name, if every rank can and means the same.
 
     Raises:
@@ -178,8 +212,10 @@ def _agreed(model: DistributedDataParallel, config: EDGCConfig, iterations: int,
         integer("iterations", iterations, 1)
         _refuse_stages(config)
         _refuse_scaler(scaler, config, parameters)
+        if strategy is not None and strategy.name != "every_step":
+            _refuse_strategy(strategy, optimizer, scaler)
         shapes = [(name, matrix_shape(parameter)) for name, parameter in parameters.items()]
-        described = repr((config, iterations, scaler in (None, False), shapes))
+        described = repr((config, iterations, scaler in (None, False), strategy, shapes))
     except UserError as error:
         refusal = error
     answers = gather_objects((described, str(refusal or "")), model.process_group)
@@ -218,6 +254,15 @@ def _refuse_scaler(scaler: object, config: EDGCConfig, parameters: Mapping[str, 
     if half and scaler is None and isinstance(config, CompressingConfig):
         fix = "give the GradScaler as scaler=..., or scaler=False if the loss is not scaled"
         raise UserError(f"parameter {half[0]} is in fp16, and no scaler was given", where="edgc.ddp.register", fix=fix)
+
+
+def _refuse_strategy(strategy: StrategyConfig, optimizer: torch.optim.Optimizer | None, scaler: object) -> None:
+    where = "edgc.ddp.register"
+    if optimizer is None:
+        raise UserError(f"strategy {strategy.name} needs the optimizer", where=where, fix="give optimizer=...")
+    if scaler not in (None, False):
+        what = f"strategy {strategy.name} cannot be used with a GradScaler, which leaves out steps of one replica alone"
+        raise UserError(what, where=where, fix="train in bf16 without one")
 
 
 def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:

@@ -51,7 +51,11 @@ class StrategyHandle:
         tables = embeddings(model.module)
         looked_up = {name for name, p in parameters.items() if p in tables}
         replica = Replica(parameters, config, iterations, optimizer, self.group, self._open, looked_up)
-        self.strategy = settings.build(replica)
+        try:
+            self.strategy = settings.build(replica)
+        except BaseException:
+            dist.destroy_process_group(self.group)
+            raise
         self._settings = {"strategy": settings.to_dict(), "compression": config.to_dict()}
         self._slot = slot
         self._hooks = [

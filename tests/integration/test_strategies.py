@@ -7,12 +7,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc
 from edgc import EDGCConfig
 from edgc.ddp.strategy import StrategyHandle
+from edgc.strategies import StrategyConfig
 from tests.strategy_cases import (
     EXAMPLES,
     batch,
@@ -25,7 +27,7 @@ from tests.strategy_cases import (
     train,
     weights,
 )
-from tests.workers import run_workers, same
+from tests.workers import refused, run_workers, same
 
 pytestmark = pytest.mark.slow
 each = pytest.mark.parametrize("name", EXAMPLES)
@@ -57,8 +59,27 @@ def trained(name: str) -> dict[str, Any]:
     return found
 
 
+def refusals() -> None:
+    """On every rank, and nothing is left behind."""
+    wrapped, rank = DistributedDataParallel(network()), dist.get_rank()
+    options: dict[str, Any] = {"iterations": 9, "optimizer": optimizer_of("diloco")(wrapped)}
+    config, diloco = EDGCConfig(method="none"), StrategyConfig.from_dict("diloco")
+    groups = len(dist.distributed_c10d._world.pg_map)
+    refused(lambda: edgc.register(wrapped, config, iterations=9, strategy=diloco), "give optimizer=")
+    scaled = options | {"scaler": torch.amp.GradScaler("cpu")}
+    refused(lambda: edgc.register(wrapped, config, strategy=diloco, **scaled), "diloco", "GradScaler")
+    other = StrategyConfig.from_dict({"name": "diloco", "every": 2 + rank})
+    refused(lambda: edgc.register(wrapped, config, strategy=other, **options), "give the same on every rank")
+    demo = StrategyConfig.from_dict("demo")
+    refused(lambda: edgc.register(wrapped, EDGCConfig(method="bf16"), strategy=demo, **options), "compression.method")
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    edgc.register(wrapped, config, strategy=diloco, **options).remove()
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
 def trained_each() -> dict[str, dict[str, Any]]:
     faulthandler.dump_traceback_later(300, exit=True)
+    refusals()
     found = {name: trained(name) for name in EXAMPLES}
     faulthandler.cancel_dump_traceback_later()
     return found
