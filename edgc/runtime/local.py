@@ -114,6 +114,9 @@ class Room:
             if kinds[0] == "objects":
                 gathered.append(list(sources))
                 continue
+            tensors = [source[1] if kinds[0] == "swap" else source for source in sources]
+            if len({(tensor.numel(), tensor.dtype) for tensor in tensors}) > 1:
+                raise RuntimeError(f"replicas have brought different tensors to a collective {kinds[0]}")
             for output, result in zip(outputs, _RESULTS[kinds[0]](sources), strict=True):
                 output.copy_(result.view_as(output))
         return gathered

@@ -241,10 +241,16 @@ def test_a_room_says_who_is_missing_and_raises_what_a_replica_raised() -> None:
         (channel.mean_ if rank else lambda x: channel.all_gather(torch.empty(2), x))(torch.ones(1))
         channel.finish()
 
+    def brings_more(rank: int) -> None:
+        channel = room.opener(rank)()
+        channel.mean_(torch.ones(1 + rank))
+        channel.finish()
+
     expected: tuple[tuple[Callable[[int], None], type[Exception], str], ...] = (
         (one_alone, RuntimeError, "1 replicas have ended"),
         (fails, KeyError, "mine"),
         (differs, RuntimeError, "different collectives"),
+        (brings_more, RuntimeError, "different tensors"),
     )
     for function, kind, words in expected:
         with pytest.raises(kind, match=words):
