@@ -1,21 +1,40 @@
-"""Every entry of every matrix in few bits: to the nearest with error feedback, at random without (QSGD), or signs."""
+"""Every entry of every matrix in few bits: to the nearest with error feedback, at random without (QSGD), or signs.
+
+Before it is quantised a vector may be rotated (:func:`rotate`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 from edgc.checks import one_of, require
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.compressors.float8 import Float8
 from edgc.compressors.quantization import LEVELS, Blocks, QuantisedMean, Quantiser
 from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 
 
-def _example(bits: int, bound: float | None = None) -> Example:
+ORDER = 32
+"""Of the Hadamard matrices, as in SDP4Bit."""
+
+
+def rotate(vector: Tensor) -> None:
+    """Multiply every 32 entries of a flat fp32 vector by the orthonormal Hadamard matrix, in place; its own inverse."""
+    vector.mul_(ORDER**-0.5)
+    for half in (1, 2, 4, 8, 16):
+        low, high = vector.view(-1, 2, half).unbind(1)
+        difference = low - high
+        low.add_(high)
+        high.copy_(difference)
+
+
+def _example(bits: int, bound: float | None = None, **more: Any) -> Example:
     """Each entry travels twice, (W-1)/W of them each way, with the bfloat16 scale of its block of 64."""
-    settings = {"bits": bits, "rounding": "nearest" if bound is None else "stochastic"}
+    settings = {"bits": bits, "rounding": "nearest" if bound is None else "stochastic", **more}
     return Example(lambda m, n: m * n * (bits / 8 + 2 / 64), settings, exact=bound is None, bound=bound)
 
 
@@ -26,17 +45,25 @@ class QuantizeConfig(EntrywiseConfig):
     Attributes:
         bits: 8, 7, 6, 5, 4 or 2.
         rounding: ``nearest`` with error feedback, or ``stochastic``: unbiased, without.
+        format: ``integer``, or ``e4m3``: the floats of eight bits (:mod:`edgc.compressors.float8`), with ``bits: 8``
+            and to the nearest.
+        hadamard: rotate every 32 entries before they are quantised, so that a large one is spread over all of them
+            (SDP4Bit: Jia et al., NeurIPS 2024; there with 4 bits rounded at random).
     """
 
     method: str = "quantize"
     bits: int = 8
     rounding: str = "nearest"
+    format: str = "integer"
+    hadamard: bool = False
 
     look = Look("Quantised", "#999933", "X", "--")
     examples = {
         **{f"int{bits}": _example(bits) for bits in (8, 6, 4, 2)},
         # Two roundings, each by less than a step of the largest entry, which is rounded up.
         **{f"stochastic{bits}": _example(bits, 2 * 1.02 / LEVELS[bits]) for bits in (8, 4, 2)},
+        "e4m3": _example(8, format="e4m3"),
+        "hadamard4": _example(4, hadamard=True),
     }
 
     def _check(self) -> None:
@@ -44,6 +71,9 @@ class QuantizeConfig(EntrywiseConfig):
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
         self._whole("bits", 1)
         require(self.bits > 1 and self.bits in LEVELS, "bits", self.bits, "use 8, 7, 6, 5, 4 or 2")
+        one_of("format", self.format, ("integer", "e4m3"))
+        fits = self.format == "integer" or (self.bits == 8 and self.rounding == "nearest")
+        require(fits, "format", self.format, "set bits: 8 and rounding: nearest with it")
 
     def build(self) -> Quantize:
         return Quantize(self)
@@ -54,6 +84,8 @@ class Quantised(Feedback):
 
     With one worker nothing is sent and so nothing is rounded. Every matrix starts a group of its own.
     """
+
+    hadamard = False
 
     def __init__(self, config: EntrywiseConfig, quantiser: Quantiser) -> None:
         super().__init__(config)
@@ -83,16 +115,28 @@ class Quantised(Feedback):
             generator = self._generator(flat.names[0], channel.rank)
             if work.device.type != "cpu":
                 generator = torch.Generator(work.device).manual_seed(generator.initial_seed())
+        if self.hadamard:
+            rotate(work)
         yield from mean.steps(work, channel, residual=work, generator=generator)
-        return mean.finite(), mean.unpack
+        if not self.hadamard:
+            return mean.finite(), mean.unpack
+        rotate(work)
+
+        def turn_back(out: Tensor) -> None:
+            mean.unpack(out)
+            rotate(out)
+
+        return mean.finite(), turn_back
 
 
 class Quantize(Quantised):
     """Blocks of 64 entries; what is rounded at random is the mean on average, and nothing is kept."""
 
     def __init__(self, config: QuantizeConfig) -> None:
-        super().__init__(config, Blocks(config.bits, stochastic=config.rounding == "stochastic"))
+        whole = config.format == "integer"
+        super().__init__(config, Blocks(config.bits, stochastic=config.rounding == "stochastic") if whole else Float8())
         self.error_feedback &= not self.draws_at_random
+        self.hadamard = config.hadamard
 
 
 @dataclass(frozen=True, kw_only=True)
