@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -131,6 +132,8 @@ class Traits:
     remembers: bool  # has error feedback, so that nothing is lost
     exact: bool
     bound: float | None  # of an entry's error, where it is exact on average only
+    decay: float  # of filtered error feedback
+    reset_every: int
 
     @classmethod
     def of(cls, name: str) -> Traits:
@@ -139,7 +142,18 @@ class Traits:
         entrywise, low_rank = (isinstance(config, kind) for kind in (examples.EntrywiseConfig, examples.LowRankConfig))
         remembers = getattr(config.build(), "error_feedback", False)
         exact = "bf16" not in (config.method, getattr(config, "factor_dtype", ""), getattr(config, "error_dtype", ""))
-        return cls(entrywise, low_rank, remembers, exact, example.bound if example else None)
+        filtered = getattr(config, "error_decay", 0.0), getattr(config, "error_reset_every", 0)
+        return cls(entrywise, low_rank, remembers, exact, example.bound if example else None, *filtered)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.remembers and not (self.decay or self.reset_every)
+
+    def kept(self, before: Tensor, unsent: Tensor, reductions: int) -> Tensor:
+        """What is to be kept, once so many reductions have been, of what was not sent: all of it, or LoCo's share."""
+        if self.reset_every and reductions % self.reset_every == 0:
+            return torch.zeros_like(unsent)
+        return self.decay * before + (1 - self.decay) * unsent
 
 
 def gradients(step: int, worker: int, setting: Setting, device: torch.device, scale: float = 1.0) -> list[Gradient]:
@@ -196,6 +210,7 @@ class Team:
     def __init__(self, name: str, setting: Setting, device: torch.device = CPU) -> None:
         self.name, self.setting, self.device = name, setting, device
         self.workers: list[Compressor] = [config_of(name).build() for _ in range(setting.world)]
+        self.reductions: Counter[str] = Counter()  # of every gradient, with a loss
 
     @property
     def states(self) -> list[dict[str, Any]]:
@@ -270,14 +285,20 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
     assert all(bool(part.isfinite().all()) for part in results[0])
     if rank is None:
         assert not any(bool(error.any()) for own in kept for error in own), "an exact step sends all that is owed"
-    owed, left = ([sum(parts) / setting.world for parts in zip(*every, strict=True)] for every in (brought, kept))
+    owed, left, last = (
+        [sum(parts) / setting.world for parts in zip(*every, strict=True)] for every in (brought, kept, before)
+    )
     for place, compressed in enumerate(lossy):
+        team.reductions[given[0][place].name] += compressed
         size = max(norm([own[place]]) for own in brought)
         if not size:
             assert not results[0][place].any()
             continue
         assert results[0][place].any(), "nothing gets across"
-        missing = results[0][place] + left[place] - owed[place]
+        unsent = owed[place] - results[0][place]
+        if compressed:
+            unsent = traits.kept(last[place], unsent, team.reductions[given[0][place].name])
+        missing = left[place] - unsent
         if compressed and not traits.remembers:
             if traits.bound is not None and rank is not None:
                 top = max(float(own[place].abs().max()) for own in brought)
@@ -290,7 +311,7 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
         assert int(statistic.skipped) == 0
         squares = [norm([m]) ** 2 for m, compressed in zip(own, lossy, strict=True) if compressed]
         assert math.isclose(float(statistic.input_sq), sum(squares), rel_tol=1e-3, abs_tol=1e-300), was[0].name
-        if traits.remembers:
+        if traits.keeps_all:
             squares = [norm([e]) ** 2 for e, compressed in zip(error, lossy, strict=True) if compressed]
             limit = 1e-3 if traits.exact and setting.dtype in (torch.float32, torch.float64) else 0.05
             wrong = abs(float(statistic.error_sq) - sum(squares))

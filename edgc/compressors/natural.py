@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.compressors.entrywise.feedback import EntrywiseConfig
-from edgc.compressors.entrywise.quantize import Quantised
+from edgc.compressors.entrywise.quantize import Quantised, RoundedConfig
 from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 
@@ -22,7 +21,7 @@ _CHUNK = 1 << 18  # entries in work at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaturalConfig(EntrywiseConfig):
+class NaturalConfig(RoundedConfig):
     """Natural compression.
 
     Attributes:

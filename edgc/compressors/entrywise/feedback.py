@@ -335,12 +335,12 @@ class Feedback(KeepsErrors):
                 tensor.masked_fill_(~ok, math.nan)
                 error_sq = torch.where(ok, error_sq, 0.0)
             statistics.error_sq += error_sq
-            self._then(partial(self._adopt, gradient.name, kept))
             if self._holds(gradient):
                 self._then(partial(self.held.__setitem__, gradient.name, ok))
+            self._then(partial(self._adopt, gradient.name, kept, ok))
         self._then(flat.swap)
 
-    def _adopt(self, name: str, kept: Tensor) -> None:
+    def _adopt(self, name: str, kept: Tensor, ok: Tensor) -> None:
         if self.error_feedback:
             self.errors[name] = kept
         if self.counts_reductions:

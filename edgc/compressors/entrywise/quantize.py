@@ -1,22 +1,21 @@
 """Every entry of every matrix in few bits: to the nearest with error feedback, at random without (QSGD), or signs.
 
-Before it is quantised a vector may be rotated (:func:`rotate`).
+A vector may be rotated first (:func:`rotate`), and error feedback filtered (:class:`RoundedConfig`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgc.checks import one_of, require
+from edgc.checks import number, one_of, require
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.float8 import Float8
 from edgc.compressors.quantization import LEVELS, Blocks, QuantisedMean, Quantiser
 from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
-
 
 ORDER = 32
 """Of the Hadamard matrices, as in SDP4Bit."""
@@ -39,7 +38,40 @@ def _example(bits: int, bound: float | None = None, **more: Any) -> Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeConfig(EntrywiseConfig):
+class RoundedConfig(EntrywiseConfig):
+    """Settings of the methods that send every entry in fewer bits.
+
+    The last two filter error feedback as LoCo does (Xie et al., 2024; DeepSpeed: 0.8 and 1024)::
+
+        E <- error_decay E + (1 - error_decay) K
+
+    where K is what was not sent of G + E. So a share of every rounding is lost, and one bad step does not come back
+    whole. LoCo's E is in 8 bits, and it sends the mean on as it is; here E is in fp32, and of the mean, which is
+    rounded too, its owner's K has the rest. DeepSpeed's counter, one for all matrices, resets one of them at a time.
+
+    Attributes:
+        error_decay: beta, at least 0 and below 1; 0 keeps K itself.
+        error_reset_every: reductions of a matrix after which its E is cleared; 0 is never.
+    """
+
+    error_decay: float = 0.0
+    error_reset_every: int = 0
+
+    def _check(self) -> None:
+        super()._check()
+        number("error_decay", self.error_decay, 0)
+        require(self.error_decay < 1, "error_decay", self.error_decay, "use a number of at least 0 and below 1")
+        self._whole("error_reset_every", 0)
+
+    @classmethod
+    def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        if values["error_feedback"] and values.get("rounding") != "stochastic":
+            return super().idle(values)
+        return super().idle(values) | dict.fromkeys(("error_decay", "error_reset_every"), "let error feedback be on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig(RoundedConfig):
     """Every entry in a few bits (ours; with ``stochastic`` rounding QSGD: Alistarh et al., NeurIPS 2017).
 
     Attributes:
@@ -64,6 +96,7 @@ class QuantizeConfig(EntrywiseConfig):
         **{f"stochastic{bits}": _example(bits, 2 * 1.02 / LEVELS[bits]) for bits in (8, 4, 2)},
         "e4m3": _example(8, format="e4m3"),
         "hadamard4": _example(4, hadamard=True),
+        "loco": _example(4, error_decay=0.8, error_reset_every=3),
     }
 
     def _check(self) -> None:
@@ -87,13 +120,26 @@ class Quantised(Feedback):
 
     hadamard = False
 
-    def __init__(self, config: EntrywiseConfig, quantiser: Quantiser) -> None:
+    def __init__(self, config: RoundedConfig, quantiser: Quantiser) -> None:
         super().__init__(config)
         self.quantiser, self.align = quantiser, quantiser.align
-        self.draws_at_random = self.counts_reductions = quantiser.stochastic
+        self.draws_at_random = quantiser.stochastic
+        self.counts_reductions = quantiser.stochastic or config.error_reset_every > 0
+        self.error_decay, self.error_reset_every = config.error_decay, config.error_reset_every
 
     def waits(self, rank: int | None) -> int:
         return 1 if rank is None else 2
+
+    def _adopt(self, name: str, kept: Tensor, ok: Tensor) -> None:
+        last = self.errors.get(name)
+        super()._adopt(name, kept, ok)
+        if name in self.held:
+            return
+        if self.error_decay:
+            # Where nothing was sent K is E itself, and stays it to the bit.
+            torch.lerp(torch.zeros_like(kept) if last is None else last, kept, 1 - self.error_decay, out=kept)
+        if self.error_reset_every and self.counts[name] % self.error_reset_every == 0:
+            kept.masked_fill_(ok, 0)
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
         work = flat.work
@@ -140,7 +186,7 @@ class Quantize(Quantised):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignConfig(EntrywiseConfig):
+class SignConfig(RoundedConfig):
     """One bit an entry with error feedback, as 1-bit Adam (Tang et al., ICML 2021) averages its momentum.
 
     Signs of blocks of 64, averaged like other quantised vectors: 1.25 bits an entry. The mean of the workers is rounded
