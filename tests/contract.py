@@ -93,6 +93,7 @@ def variants() -> Mapping[str, EDGCConfig]:
         {"factor_dtype": "int8", "error_dtype": "bf16"},
         {"factor_dtype": "bf16", "one_sided": True},
         {"factor_dtype": "int8", "orthonormal_q": False},
+        {"ef21": True, "factor_dtype": "int8"},
     )
     for pair in more:
         settings[f"powersgd, {' '.join(map(str, pair.values()))}"] = {**settings["powersgd"], **pair}
@@ -132,6 +133,7 @@ class Traits:
     remembers: bool  # has error feedback, so that nothing is lost
     exact: bool
     bound: float | None  # of an entry's error, where it is exact on average only
+    estimates: bool  # EF21
     decay: float  # of filtered error feedback
     reset_every: int
 
@@ -140,10 +142,11 @@ class Traits:
         config = config_of(name)
         example = examples.FOUND[name][1] if name in examples.FOUND else None
         entrywise, low_rank = (isinstance(config, kind) for kind in (examples.EntrywiseConfig, examples.LowRankConfig))
-        remembers = getattr(config.build(), "error_feedback", False)
+        estimates, compressor = getattr(config, "ef21", False), config.build()
+        remembers = estimates or getattr(compressor, "error_feedback", False)
         exact = "bf16" not in (config.method, getattr(config, "factor_dtype", ""), getattr(config, "error_dtype", ""))
         filtered = getattr(config, "error_decay", 0.0), getattr(config, "error_reset_every", 0)
-        return cls(entrywise, low_rank, remembers, exact, example.bound if example else None, *filtered)
+        return cls(entrywise, low_rank, remembers, exact, example.bound if example else None, estimates, *filtered)
 
     @property
     def keeps_all(self) -> bool:
@@ -270,6 +273,7 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
         [examples.came_in(worker, gradient) + error for gradient, error in zip(own, kept, strict=True)]
         for worker, own, kept in zip(team.workers, given, before, strict=True)
     ]
+    known = [examples.known(team.workers[0], gradient) for gradient in given[0]]
     lossy = [team.through(gradient, rank) for gradient in given[0]]
     met = room(setting.world).meetings
     statistics = team.reduce(given, rank)
@@ -304,12 +308,13 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
                 top = max(float(own[place].abs().max()) for own in brought)
                 assert float(missing.abs().max()) <= (traits.bound + IN_BF16) * top
             continue
-        narrow = setting.dtype in (torch.bfloat16, torch.float16) and not compressed
+        # An estimate is in fp32, so that what a narrow result cannot hold of it is never owed.
+        narrow = setting.dtype in (torch.bfloat16, torch.float16) and (not compressed or traits.estimates)
         limit = EXACT if traits.exact and not narrow else IN_BF16
         assert norm([missing]) <= limit * size, (place, norm([missing]) / size)
     for statistic, own, error, was in zip(statistics, brought, kept, given, strict=True):
         assert int(statistic.skipped) == 0
-        squares = [norm([m]) ** 2 for m, compressed in zip(own, lossy, strict=True) if compressed]
+        squares = [norm([m - h]) ** 2 for m, h, compressed in zip(own, known, lossy, strict=True) if compressed]
         assert math.isclose(float(statistic.input_sq), sum(squares), rel_tol=1e-3, abs_tol=1e-300), was[0].name
         if traits.keeps_all:
             squares = [norm([e]) ** 2 for e, compressed in zip(error, lossy, strict=True) if compressed]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgc.compressors.base import Compressor
 from edgc.compressors.entrywise.quantize import Quantised, RoundedConfig
 from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
@@ -38,8 +39,8 @@ class NaturalConfig(RoundedConfig):
         "natural with error feedback": Example(lambda m, n: m * n * 9 / 8, {"error_feedback": True}),
     }
 
-    def build(self) -> Natural:
-        return Natural(self, Powers())
+    def build(self) -> Compressor:
+        return self.around(Natural(self, Powers()))
 
 
 class Natural(Quantised):

@@ -1,7 +1,8 @@
 """Switches of gradient compressors against references in fp64, written from the papers: all workers in one process.
 
 Each reference has one matrix [m, n], W workers and no tricks. Rounding to the nearest may fall to the other side in
-fp32, for a block of 64 at a time: so a few may differ, and a step of a quantiser begins with the error feedback that the library has.
+fp32, for a block of 64 at a time. So a few entries may differ, and a step of a quantiser begins with the error feedback
+that the library has.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgc.checks import number, one_of, require
+from edgc.compressors.base import Compressor
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.float8 import Float8
 from edgc.compressors.quantization import LEVELS, Blocks, QuantisedMean, Quantiser
@@ -65,9 +66,10 @@ class RoundedConfig(EntrywiseConfig):
 
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
-        if values["error_feedback"] and values.get("rounding") != "stochastic":
-            return super().idle(values)
-        return super().idle(values) | dict.fromkeys(("error_decay", "error_reset_every"), "let error feedback be on")
+        fix, filtered = super().idle(values), ("error_decay", "error_reset_every")
+        if not values["error_feedback"] or values.get("rounding") == "stochastic":
+            return fix | dict.fromkeys(("ef21", *filtered), "let error feedback be on")
+        return fix | dict.fromkeys(filtered if values["ef21"] else (), "set ef21: false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +110,8 @@ class QuantizeConfig(RoundedConfig):
         fits = self.format == "integer" or (self.bits == 8 and self.rounding == "nearest")
         require(fits, "format", self.format, "set bits: 8 and rounding: nearest with it")
 
-    def build(self) -> Quantize:
-        return Quantize(self)
+    def build(self) -> Compressor:
+        return self.around(Quantize(self))
 
 
 class Quantised(Feedback):
@@ -198,5 +200,5 @@ class SignConfig(RoundedConfig):
     look = Look("Sign", "#8C510A", "h", ":")
     examples = {"sign": Example(lambda m, n: m * n * (1 / 8 + 2 / 64))}
 
-    def build(self) -> Quantised:
-        return Quantised(self, Blocks(1))
+    def build(self) -> Compressor:
+        return self.around(Quantised(self, Blocks(1)))

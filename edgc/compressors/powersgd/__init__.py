@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edgc.checks import one_of
-from edgc.config import CompressingConfig, ConstantConfig, Example, Look
+from edgc.checks import one_of, require
+from edgc.compressors.ef21 import EstimatingConfig
+from edgc.config import CompressingConfig, Example, Look
 from edgc.errors import UserError
 
 if TYPE_CHECKING:
-    from edgc.compressors.powersgd.algorithm import PowerSGD
+    from edgc.compressors.base import Compressor
 
 QUANTISED_BITS = {f"int{bits}": bits for bits in (8, 7, 6, 5, 4)}
 """Bits of an entry of a factor of these types, without the scales."""
@@ -49,7 +50,7 @@ class LowRankConfig(CompressingConfig):
         if self.one_sided and self.orthonormal_q is not None:
             raise UserError("orthonormal_q: one-sided, the known factor always is", fix="leave out orthonormal_q")
 
-    def build(self) -> PowerSGD:
+    def build(self) -> Compressor:
         from edgc.compressors.powersgd.algorithm import PowerSGD
 
         return PowerSGD(self)
@@ -68,7 +69,7 @@ def _factors(dtype: str, *, one_sided: bool = False) -> Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGDConfig(LowRankConfig, ConstantConfig):
+class PowerSGDConfig(LowRankConfig, EstimatingConfig):
     """PowerSGD at one rank, from the first step (Vogels et al., NeurIPS 2019).
 
     Attributes:
@@ -91,6 +92,11 @@ class PowerSGDConfig(LowRankConfig, ConstantConfig):
     def _check(self) -> None:
         super()._check()
         self._whole("rank", 1)
+        exact = "bf16" not in (self.factor_dtype, self.error_dtype)
+        require(exact or not self.ef21, "ef21", self.ef21, "let neither factors nor errors be bf16")
+
+    def build(self) -> Compressor:
+        return self.around(super().build())
 
     @property
     def fixed_rank(self) -> int:

@@ -59,6 +59,7 @@ class PowerSGD(KeepsErrors):
     """
 
     always_factor = False
+    has_rank = True
 
     def __init__(self, config: LowRankConfig) -> None:
         self.config = config
@@ -233,18 +234,18 @@ class PowerSGD(KeepsErrors):
         if work is None or work.key != key:
             names = {gradient.name for gradient in gradients}
             self._discard(names)
-            factored = [g for g in gradients if rank is not None and self._factors(g.tensor, rank)]
+            factored = [g for g in gradients if rank is not None and self.compresses(g.tensor, rank)]
             passes = self._on_cpu if host_decides(gradients[0].tensor.device) else self._on_gpu
             groups = self._state.groups(factored, rank or 1, batched=not passes.decides)
             work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
         return work
 
-    def _factors(self, gradient: Tensor, rank: int) -> bool:
-        bits = 8 * gradient.element_size()
-        if not compressible(gradient.shape, self.config.min_compression_elements, bits):
+    def compresses(self, tensor: Tensor, rank: int) -> bool:
+        bits = 8 * tensor.element_size()
+        if not compressible(tensor.shape, self.config.min_compression_elements, bits):
             return False
-        return self.always_factor or saves_bytes(gradient.shape, rank, self.config.factor_dtype, bits)
+        return self.always_factor or saves_bytes(tensor.shape, rank, self.config.factor_dtype, bits)
 
     def _discard(self, names: set[str]) -> None:
         """A name has one workspace: those with any of these names are of buckets, ranks or errors that are gone."""
