@@ -22,6 +22,7 @@ from torch import Tensor
 from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.compressors.base import compressible
 from edgc.compressors.powersgd import saves_bytes
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
@@ -33,6 +34,7 @@ CPU = torch.device("cpu")
 SMALLEST = 64
 # Neighbours of one shape are one batch on a GPU; wide, tall, limited by its columns; what goes dense, empty or scalar.
 SHAPES: tuple[tuple[int, ...], ...] = ((40, 24), (40, 24), (17,), (24, 96), (0, 5), (130, 9), (), (3, 5), (31,))
+NAMES = [f"p{i}" for i in range(len(SHAPES))]
 # Growing, shrinking, above the smaller side of a matrix, uncompressed for a step, and back.
 RANKS: tuple[int | None, ...] = (4, 4, 8, 12, 3, None, 4, 4)
 SAVED = 2  # steps before the state is saved
@@ -256,7 +258,8 @@ class Team:
     def through(self, gradient: Gradient, rank: int | None) -> bool:
         """Whether a gradient is compressed with a loss at this rank."""
         traits, shape, bits = Traits.of(self.name), gradient.tensor.shape, 8 * gradient.tensor.element_size()
-        if rank is None or not compressible(shape, SMALLEST, bits) or not (traits.entrywise or traits.low_rank):
+        exact = rank is None or (isinstance(self.workers[0], PowerSGD) and self.workers[0].refreshes(NAMES))
+        if exact or not compressible(shape, SMALLEST, bits) or not (traits.entrywise or traits.low_rank):
             return False
         factors = getattr(config_of(self.name), "factor_dtype", "fp32")
         return traits.entrywise or saves_bytes(shape, rank, factors, bits)

@@ -74,14 +74,19 @@ class PowerSGDConfig(LowRankConfig, EstimatingConfig):
 
     Attributes:
         rank: of the approximations.
+        refresh_every: T of PowerSGD+ (arXiv 2509.11254, of which the abstract is known here; a fork of LoongForge: 50):
+            every T-th reduction of a matrix is exact, error feedback included, and the warm start becomes the leading
+            singular vectors of the mean; 0 is never. It costs the bytes of a dense reduction every T-th time.
     """
 
     method: str = "powersgd"
     rank: int
+    refresh_every: int = 0
 
     look = Look("PowerSGD, fixed rank", "#0072B2", "s")
     examples = {
         "powersgd": _factors("fp32"),
+        "powersgd refreshed": Example(lambda m, n: 4 * 8 * (m + n), {"rank": 8, "refresh_every": 3}),
         **{f"powersgd {dtype}": _factors(dtype) for dtype in ("bf16", *QUANTISED_BITS)},
         "powersgd one-sided": _factors("fp32", one_sided=True),
         "powersgd errors in bf16": Example(
@@ -92,11 +97,14 @@ class PowerSGDConfig(LowRankConfig, EstimatingConfig):
     def _check(self) -> None:
         super()._check()
         self._whole("rank", 1)
+        self._whole("refresh_every", 0)
         exact = "bf16" not in (self.factor_dtype, self.error_dtype)
         require(exact or not self.ef21, "ef21", self.ef21, "let neither factors nor errors be bf16")
 
     def build(self) -> Compressor:
-        return self.around(super().build())
+        from edgc.compressors.powersgd.algorithm import PowerSGD
+
+        return self.around(PowerSGD(self, self.refresh_every))
 
     @property
     def fixed_rank(self) -> int:
