@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Gradient
+from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
 from tests.lockstep import reduce_together, room
 
@@ -123,6 +124,88 @@ class Rounded:
         return (result @ self.turn.mT).reshape(-1)[:entries].view(ROWS, COLUMNS)
 
 
+# ------------------------------------------------------- the other switches
+
+
+def largest(x: Tensor, share: float) -> Tensor:
+    """The entries of largest magnitude, that share of them, of one matrix; zeros elsewhere."""
+    flat = x.reshape(-1)
+    places = flat.abs().topk(round(share * flat.numel())).indices
+    return torch.zeros_like(flat).index_put((places,), flat[places]).view_as(x)
+
+
+class PowerIteration:
+    """Low-rank parts of every worker's M (Vogels et al., 2019), from the library's random start."""
+
+    def __init__(self, rank: int) -> None:
+        self.right = random_factor(0, 1, "p", COLUMNS, rank).double()
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        basis = torch.linalg.qr(torch.stack([m @ self.right for m in inputs]).mean(0)).Q
+        rights = [m.mT @ basis for m in inputs]
+        self.right = torch.stack(rights).mean(0)
+        return [basis @ right.mT for right in rights]
+
+
+class EF21:
+    """Algorithm of EF21-SGDM (Fatkhullin et al., 2023), its estimates h_w of every worker beginning with zero."""
+
+    follows = False
+
+    def __init__(self, world: int, compress: Callable[[Sequence[Tensor]], list[Tensor]], eta: float) -> None:
+        self.compress, self.eta = compress, eta
+        self.velocities: list[Tensor] = []
+        self.own = [torch.zeros(ROWS, COLUMNS, dtype=torch.float64) for _ in range(world)]
+        self.shared = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        last = self.velocities or gradients
+        self.velocities = [(1 - self.eta) * v + self.eta * g for v, g in zip(last, gradients, strict=True)]
+        sent = self.compress([v - h for v, h in zip(self.velocities, self.own, strict=True)])
+        self.own = [h + c for h, c in zip(self.own, sent, strict=True)]
+        self.shared = self.shared + torch.stack(sent).mean(0)
+        self.errors = torch.stack([v - h for v, h in zip(self.velocities, self.own, strict=True)])
+        return self.shared
+
+
+class Refreshed:
+    """PowerSGD+: every T-th mean is exact, and its leading singular vectors are what the iteration goes on with."""
+
+    follows = False
+
+    def __init__(self, world: int, rank: int, every: int) -> None:
+        self.iteration, self.rank, self.every, self.step = PowerIteration(rank), rank, every, 0
+        self.errors = torch.zeros(world, ROWS, COLUMNS, dtype=torch.float64)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        inputs = torch.stack(list(gradients)) + self.errors
+        self.step += 1
+        if self.step % self.every == 0:
+            self.errors = torch.zeros_like(inputs)
+            self.iteration.right = torch.linalg.svd(inputs.mean(0)).Vh[: self.rank].mT
+            return inputs.mean(0)
+        sent = torch.stack(self.iteration(list(inputs)))
+        self.errors = inputs - sent
+        return sent.mean(0)
+
+
+class Voted:
+    """Signum: majority of the signs of momenta; of ties the vote of the worker that owns that part of the entries."""
+
+    follows = False
+
+    def __init__(self, world: int, beta: float) -> None:
+        self.beta, self.errors = beta, torch.zeros(world, ROWS, COLUMNS, dtype=torch.float64)
+        self.momenta = torch.zeros_like(self.errors)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        self.momenta = self.beta * self.momenta + (1 - self.beta) * torch.stack(list(gradients))
+        votes = torch.where(self.momenta >= 0, 1.0, -1.0).double().view(len(gradients), -1)
+        owners = torch.arange(ROWS * COLUMNS) * len(gradients) // (ROWS * COLUMNS)
+        vote = votes.sum(0) + votes.gather(0, owners[None])[0] / 2
+        return (vote.sign() * self.momenta.abs().mean()).view(ROWS, COLUMNS)
+
+
 REFERENCES: dict[str, tuple[dict[str, Any], Callable[[int], Reference]]] = {
     "e4m3": ({"method": "quantize", "format": "e4m3"}, lambda world: Rounded(world, to_e4m3, 64)),
     "hadamard": (
@@ -133,6 +216,19 @@ REFERENCES: dict[str, tuple[dict[str, Any], Callable[[int], Reference]]] = {
         {"method": "quantize", "bits": 4, "error_decay": 0.8, "error_reset_every": 7},
         lambda world: Rounded(world, to_int4, 128, beta=0.8, reset=7),
     ),
+    "ef21 top-k": (
+        {"method": "topk", "density": 0.05, "ef21": True, "momentum": 0.75},
+        lambda world: EF21(world, lambda inputs: [largest(x, 0.05) for x in inputs], 0.25),
+    ),
+    "ef21 powersgd": (
+        {"method": "powersgd", "rank": 3, "ef21": True},
+        lambda world: EF21(world, PowerIteration(3), 1),
+    ),
+    "refreshed": (
+        {"method": "powersgd", "rank": 3, "refresh_every": 6},
+        lambda world: Refreshed(world, 3, 6),
+    ),
+    "majority": ({"method": "majority", "momentum": 0.9}, lambda world: Voted(world, 0.9)),
 }
 
 
@@ -145,9 +241,10 @@ def test_twenty_steps_are_those_of_the_paper(name: str, world: int) -> None:
     for step in range(STEPS):
         every = [gradient(step, worker) for worker in range(world)]
         given = [[Gradient("p", each.float())] for each in every]
-        reduce_together(workers, given, 4)
+        reduce_together(workers, given, 3)
         result = expected_of(every)
-        kept = torch.stack([worker.kept["p"].double() for worker in workers])
+        none = torch.zeros(ROWS, COLUMNS)
+        kept = torch.stack([worker.kept.get("p", none).double() for worker in workers])
         for found, expected in ((given[0][0].tensor.double(), result), (kept, expected_of.errors)):
             off = (found - expected).abs() > 1e-4 * result.abs().amax()
             assert int(off.sum()) <= 0.05 * off.numel(), (step, int(off.sum()))
@@ -160,6 +257,10 @@ BYTES: dict[str, Callable[[int, int, int], float]] = {
     "e4m3": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 + 2 / 64),
     "hadamard": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 / 2 + 2 / 64),
     "loco": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 / 2 + 2 / 64),
+    "ef21 top-k": lambda world, m, n: (world - 1) * 8 * round(0.05 * m * n),
+    "ef21 powersgd": lambda world, m, n: 2 * (world - 1) / world * 4 * 3 * (m + n),
+    "refreshed": lambda world, m, n: 2 * (world - 1) / world * 4 * 3 * (m + n),
+    "majority": lambda world, m, n: 2 * (world - 1) / world * (m * n / 8 + 4),
 }
 
 
@@ -170,6 +271,6 @@ def test_bytes_are_those_of_the_formula(world: int) -> None:
         workers = [EDGCConfig.from_dict(REFERENCES[name][0]).build() for _ in range(world)]
         given = [[Gradient("p", gradient(0, worker, shape).float())] for worker in range(world)]
         before = [sum(sent.values()) for sent in room(world).sent]
-        said = [statistics.bytes for statistics in reduce_together(workers, given, 4)]
+        said = [statistics.bytes for statistics in reduce_together(workers, given, 3)]
         counted = [sum(sent.values()) - was for sent, was in zip(room(world).sent, before, strict=True)]
         assert said == counted == [formula(world, *shape)] * world, name
