@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Gradient
+from edgc.compressors.ef21 import Estimates, EstimatingConfig
+from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.compressors.powersgd.state import random_factor
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, methods
 from tests.lockstep import reduce_together, room
 
 ROWS, COLUMNS, STEPS = 48, 40, 20
@@ -250,6 +252,14 @@ def test_twenty_steps_are_those_of_the_paper(name: str, world: int) -> None:
             assert int(off.sum()) <= 0.05 * off.numel(), (step, int(off.sum()))
         if expected_of.follows:
             expected_of.errors = kept
+
+
+def test_every_method_with_error_feedback_has_ef21() -> None:
+    kinds = [kind for kind in methods() if issubclass(kind, EstimatingConfig) and kind.method != "majority"]
+    assert len(kinds) >= 6
+    for kind in kinds:
+        needed = {"rank": 4} if kind is PowerSGDConfig else {}
+        assert isinstance(kind(error_feedback=True, ef21=True, **needed).build(), Estimates), kind
 
 
 # Bytes that a rank of W sends for an fp32 matrix of n entries: shares of those of methods.md's table.
