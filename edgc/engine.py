@@ -255,7 +255,7 @@ class Engine:
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
             monitor.window.times.add(self.iteration, self._statistics)
         self._statistics.unscale(self.entropy.scale)
-        rank = self.rank if isinstance(self.compressor, PowerSGD) and self._statistics.lossy else None
+        rank = self.rank if self.compressor.has_rank and self._statistics.lossy else None
         self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
         self.decision = None
         for compressor in self._compressors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -21,6 +22,7 @@ from torch import Tensor
 from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.compressors.base import compressible
 from edgc.compressors.powersgd import saves_bytes
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
@@ -32,6 +34,7 @@ CPU = torch.device("cpu")
 SMALLEST = 64
 # Neighbours of one shape are one batch on a GPU; wide, tall, limited by its columns; what goes dense, empty or scalar.
 SHAPES: tuple[tuple[int, ...], ...] = ((40, 24), (40, 24), (17,), (24, 96), (0, 5), (130, 9), (), (3, 5), (31,))
+NAMES = [f"p{i}" for i in range(len(SHAPES))]
 # Growing, shrinking, above the smaller side of a matrix, uncompressed for a step, and back.
 RANKS: tuple[int | None, ...] = (4, 4, 8, 12, 3, None, 4, 4)
 SAVED = 2  # steps before the state is saved
@@ -92,6 +95,7 @@ def variants() -> Mapping[str, EDGCConfig]:
         {"factor_dtype": "int8", "error_dtype": "bf16"},
         {"factor_dtype": "bf16", "one_sided": True},
         {"factor_dtype": "int8", "orthonormal_q": False},
+        {"ef21": True, "factor_dtype": "int8"},
     )
     for pair in more:
         settings[f"powersgd, {' '.join(map(str, pair.values()))}"] = {**settings["powersgd"], **pair}
@@ -131,15 +135,30 @@ class Traits:
     remembers: bool  # has error feedback, so that nothing is lost
     exact: bool
     bound: float | None  # of an entry's error, where it is exact on average only
+    estimates: bool  # EF21
+    decay: float  # of filtered error feedback
+    reset_every: int
 
     @classmethod
     def of(cls, name: str) -> Traits:
         config = config_of(name)
         example = examples.FOUND[name][1] if name in examples.FOUND else None
         entrywise, low_rank = (isinstance(config, kind) for kind in (examples.EntrywiseConfig, examples.LowRankConfig))
-        remembers = getattr(config.build(), "error_feedback", False)
+        estimates, compressor = getattr(config, "ef21", False), config.build()
+        remembers = estimates or getattr(compressor, "error_feedback", False)
         exact = "bf16" not in (config.method, getattr(config, "factor_dtype", ""), getattr(config, "error_dtype", ""))
-        return cls(entrywise, low_rank, remembers, exact, example.bound if example else None)
+        filtered = getattr(config, "error_decay", 0.0), getattr(config, "error_reset_every", 0)
+        return cls(entrywise, low_rank, remembers, exact, example.bound if example else None, estimates, *filtered)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.remembers and not (self.decay or self.reset_every)
+
+    def kept(self, before: Tensor, unsent: Tensor, reductions: int) -> Tensor:
+        """What is to be kept, once so many reductions have been, of what was not sent: all of it, or LoCo's share."""
+        if self.reset_every and reductions % self.reset_every == 0:
+            return torch.zeros_like(unsent)
+        return self.decay * before + (1 - self.decay) * unsent
 
 
 def gradients(step: int, worker: int, setting: Setting, device: torch.device, scale: float = 1.0) -> list[Gradient]:
@@ -196,6 +215,7 @@ class Team:
     def __init__(self, name: str, setting: Setting, device: torch.device = CPU) -> None:
         self.name, self.setting, self.device = name, setting, device
         self.workers: list[Compressor] = [config_of(name).build() for _ in range(setting.world)]
+        self.reductions: Counter[str] = Counter()  # of every gradient, with a loss
 
     @property
     def states(self) -> list[dict[str, Any]]:
@@ -238,7 +258,8 @@ class Team:
     def through(self, gradient: Gradient, rank: int | None) -> bool:
         """Whether a gradient is compressed with a loss at this rank."""
         traits, shape, bits = Traits.of(self.name), gradient.tensor.shape, 8 * gradient.tensor.element_size()
-        if rank is None or not compressible(shape, SMALLEST, bits) or not (traits.entrywise or traits.low_rank):
+        exact = rank is None or (isinstance(self.workers[0], PowerSGD) and self.workers[0].refreshes(NAMES))
+        if exact or not compressible(shape, SMALLEST, bits) or not (traits.entrywise or traits.low_rank):
             return False
         factors = getattr(config_of(self.name), "factor_dtype", "fp32")
         return traits.entrywise or saves_bytes(shape, rank, factors, bits)
@@ -255,6 +276,7 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
         [examples.came_in(worker, gradient) + error for gradient, error in zip(own, kept, strict=True)]
         for worker, own, kept in zip(team.workers, given, before, strict=True)
     ]
+    known = [examples.known(team.workers[0], gradient) for gradient in given[0]]
     lossy = [team.through(gradient, rank) for gradient in given[0]]
     met = room(setting.world).meetings
     statistics = team.reduce(given, rank)
@@ -270,27 +292,34 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
     assert all(bool(part.isfinite().all()) for part in results[0])
     if rank is None:
         assert not any(bool(error.any()) for own in kept for error in own), "an exact step sends all that is owed"
-    owed, left = ([sum(parts) / setting.world for parts in zip(*every, strict=True)] for every in (brought, kept))
+    owed, left, last = (
+        [sum(parts) / setting.world for parts in zip(*every, strict=True)] for every in (brought, kept, before)
+    )
     for place, compressed in enumerate(lossy):
+        team.reductions[given[0][place].name] += compressed
         size = max(norm([own[place]]) for own in brought)
         if not size:
             assert not results[0][place].any()
             continue
         assert results[0][place].any(), "nothing gets across"
-        missing = results[0][place] + left[place] - owed[place]
+        unsent = owed[place] - results[0][place]
+        if compressed:
+            unsent = traits.kept(last[place], unsent, team.reductions[given[0][place].name])
+        missing = left[place] - unsent
         if compressed and not traits.remembers:
             if traits.bound is not None and rank is not None:
                 top = max(float(own[place].abs().max()) for own in brought)
                 assert float(missing.abs().max()) <= (traits.bound + IN_BF16) * top
             continue
-        narrow = setting.dtype in (torch.bfloat16, torch.float16) and not compressed
+        # An estimate is in fp32, so that what a narrow result cannot hold of it is never owed.
+        narrow = setting.dtype in (torch.bfloat16, torch.float16) and (not compressed or traits.estimates)
         limit = EXACT if traits.exact and not narrow else IN_BF16
         assert norm([missing]) <= limit * size, (place, norm([missing]) / size)
     for statistic, own, error, was in zip(statistics, brought, kept, given, strict=True):
         assert int(statistic.skipped) == 0
-        squares = [norm([m]) ** 2 for m, compressed in zip(own, lossy, strict=True) if compressed]
+        squares = [norm([m - h]) ** 2 for m, h, compressed in zip(own, known, lossy, strict=True) if compressed]
         assert math.isclose(float(statistic.input_sq), sum(squares), rel_tol=1e-3, abs_tol=1e-300), was[0].name
-        if traits.remembers:
+        if traits.keeps_all:
             squares = [norm([e]) ** 2 for e, compressed in zip(error, lossy, strict=True) if compressed]
             limit = 1e-3 if traits.exact and setting.dtype in (torch.float32, torch.float64) else 0.05
             wrong = abs(float(statistic.error_sq) - sum(squares))

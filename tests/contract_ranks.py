@@ -103,7 +103,7 @@ def counted_and_kept(name: str, setting: Setting) -> tuple[list[str], list[Tenso
         if not all(torch.equal(replica, results) for replica in replicas):
             wrong.append(f"step {step}: replicas differ")
         left = kept(compressor, own)
-        if rank is None or traits.remembers or not (traits.entrywise or traits.low_rank):
+        if rank is None or traits.keeps_all or not (traits.entrywise or traits.low_rank):
             gap = float((results + left - owed).norm() / owed.norm())
             if gap > (EXACT if traits.exact else IN_BF16):
                 wrong.append(f"step {step}: sent + kept misses {gap:g} of the input")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient
+from edgc.compressors.ef21 import Estimates
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.config import ConstantConfig, EDGCConfig, Example, methods
@@ -46,9 +47,25 @@ UNBIASED = [name for name, (_, example) in FOUND.items() if example.bound is not
 """Exact on average only, without error feedback."""
 
 
+def known(compressor: Compressor, gradient: Gradient) -> Tensor:
+    """The estimate of a gradient that all replicas have, in fp64 on the CPU; zeros where there is none."""
+    found = compressor.estimates.get(gradient.name) if isinstance(compressor, Estimates) else None
+    shape = gradient.tensor.shape
+    return torch.zeros(shape, dtype=torch.float64) if found is None else found.to("cpu", torch.float64)
+
+
 def came_in(compressor: Compressor, gradient: Gradient) -> Tensor:
-    """What a gradient brings, in fp64 on the CPU: itself or, under momentum correction, its next velocity."""
+    """What a gradient brings, in fp64 on the CPU: itself or, under momentum correction, its next velocity; under EF21
+    what it adds to the estimate that all replicas have (:func:`known`), which counts in."""
     own: Any = compressor
+    if isinstance(own, Estimates):
+        last = own.velocities.get(gradient.name)
+        found = gradient.tensor.detach().to("cpu", torch.float64, copy=True)
+        if last is not None and own.momentum:
+            found = (1 - own.momentum) * found + own.momentum * last.to("cpu", torch.float64)
+        started = own.started.get(gradient.name)
+        base = 0 if started is None or last is None else last.to("cpu", torch.float64) * float(started)
+        return found - base + known(compressor, gradient)
     found = gradient.tensor.detach().to("cpu", torch.float64, copy=True)
     momentum = own.velocities.momentum if hasattr(own, "velocities") else 0.0
     if momentum:

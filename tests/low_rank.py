@@ -9,6 +9,6 @@ from edgc.compressors.powersgd.algorithm import PowerSGD
 
 
 def power_sgd(*, min_elements: int = 1024, always_factor: bool = False, **settings: Any) -> PowerSGD:
-    compressor = PowerSGDConfig(rank=1, min_compression_elements=min_elements, **settings).build()
+    compressor = PowerSGD(PowerSGDConfig(rank=1, min_compression_elements=min_elements, **settings))
     compressor.always_factor = always_factor
     return compressor

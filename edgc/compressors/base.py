@@ -123,6 +123,7 @@ class Statistics:
 class Compressor(ABC):
     """One method of averaging gradients over data-parallel replicas."""
 
+    has_rank = False  # whether it approximates at the rank that it is given
     _changes: list[Callable[[], object]] | None = None
 
     @abstractmethod
@@ -278,6 +279,10 @@ class KeepsErrors(Compressor):
         ok = self.held.pop(name, None)
         if ok is not None:
             self.errors[name].sub_(torch.where(ok, gradient, 0))
+
+    @abstractmethod
+    def compresses(self, tensor: Tensor, rank: int) -> bool:
+        """True if a gradient like ``tensor`` is compressed with a loss at this rank."""
 
     def _holds(self, gradient: Gradient) -> bool:
         """True if all of a gradient is to be kept."""

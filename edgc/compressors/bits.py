@@ -9,7 +9,7 @@ from edgc.lazy import Tensor, torch
 
 def pack_bits(bits: Tensor) -> Tensor:
     """Bytes (uint8, [n / 8]) of flat booleans [n], n a multiple of 8."""
-    return (bits.view(-1, 8) << _places(bits)).sum(1, dtype=torch.uint8)
+    return (bits.view(-1, 8).to(torch.uint8) << _places(bits)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.compressors.entrywise.feedback import EntrywiseConfig
-from edgc.compressors.entrywise.quantize import Quantised
+from edgc.compressors.base import Compressor
+from edgc.compressors.entrywise.quantize import Quantised, RoundedConfig
 from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 
@@ -22,7 +22,7 @@ _CHUNK = 1 << 18  # entries in work at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaturalConfig(EntrywiseConfig):
+class NaturalConfig(RoundedConfig):
     """Natural compression.
 
     Attributes:
@@ -39,8 +39,8 @@ class NaturalConfig(EntrywiseConfig):
         "natural with error feedback": Example(lambda m, n: m * n * 9 / 8, {"error_feedback": True}),
     }
 
-    def build(self) -> Natural:
-        return Natural(self, Powers())
+    def build(self) -> Compressor:
+        return self.around(Natural(self, Powers()))
 
 
 class Natural(Quantised):

@@ -150,13 +150,14 @@ class Blocks:
     Args:
         bits: 8, 7, 6, 5, 4, 2 or 1.
         stochastic: round at random so that the result is x on average, instead of to the nearest; not with 1 bit.
+        levels: the highest, if it is not that of whole numbers of so many bits.
     """
 
     size = align = 64  # entries that share a step
 
-    def __init__(self, bits: int, *, stochastic: bool = False) -> None:
+    def __init__(self, bits: int, *, stochastic: bool = False, levels: int = 0) -> None:
         self.bits, self.stochastic = bits, stochastic
-        self.levels = LEVELS[bits]
+        self.levels = levels or LEVELS[bits]
         self.width = bits // math.gcd(bits, 8)  # bytes of a word
         self.per_word = 8 // math.gcd(bits, 8)  # levels in it, blocks of a group
         self.group = self.size * self.per_word

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from edgc.checks import number, one_of, require
-from edgc.compressors.entrywise.quantize import QuantizeConfig
+from edgc.compressors.entrywise.quantize import Quantize, QuantizeConfig
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.config import Look
 from edgc.errors import UserError
@@ -88,12 +88,13 @@ class PolicyConfig(LowRankConfig):
     def build_warm_up(self) -> KeepsErrors | None:
         if self.warmup_bits is None:
             return None
-        return QuantizeConfig(
+        config = QuantizeConfig(
             bits=self.warmup_bits,
             min_compression_elements=self.min_compression_elements,
             error_feedback=self.error_feedback,
             seed=self.seed,
-        ).build()
+        )
+        return Quantize(config)
 
     def upper_rank(self, limit: int) -> int | None:
         """r_max before anything was timed, for a first stage that saves bytes up to rank ``limit``; None: search it."""

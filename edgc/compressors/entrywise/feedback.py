@@ -48,14 +48,14 @@ from edgc.compressors.base import (
     within,
 )
 from edgc.compressors.dense import dense_steps
-from edgc.config import ConstantConfig
+from edgc.compressors.ef21 import EstimatingConfig
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntrywiseConfig(ConstantConfig):
+class EntrywiseConfig(EstimatingConfig):
     """Settings that the entrywise methods have in common.
 
     Attributes:
@@ -203,8 +203,7 @@ class Feedback(KeepsErrors):
         dense: list[Gradient] = []
         for gradient in gradients:
             self.held.pop(gradient.name, None)
-            shape, bits = gradient.tensor.shape, 8 * gradient.tensor.element_size()
-            through = rank is not None and compressible(shape, self.min_elements, bits)
+            through = rank is not None and self.compresses(gradient.tensor, rank)
             (lossy if through else dense).append(gradient)
         drained = self._owed(dense)
         advanced = self.velocities.replace(dense)
@@ -227,6 +226,9 @@ class Feedback(KeepsErrors):
         ok = arrived & finite(_tensors(dense), arrived.device)
         if self._settle_dense(gradients, dense, drained, advanced, ok, statistics):
             self._finish(lossy, flat, write, ok, statistics)
+
+    def compresses(self, tensor: Tensor, rank: int) -> bool:
+        return compressible(tensor.shape, self.min_elements, 8 * tensor.element_size())
 
     def _settle_dense(
         self,
@@ -335,12 +337,12 @@ class Feedback(KeepsErrors):
                 tensor.masked_fill_(~ok, math.nan)
                 error_sq = torch.where(ok, error_sq, 0.0)
             statistics.error_sq += error_sq
-            self._then(partial(self._adopt, gradient.name, kept))
             if self._holds(gradient):
                 self._then(partial(self.held.__setitem__, gradient.name, ok))
+            self._then(partial(self._adopt, gradient.name, kept, ok))
         self._then(flat.swap)
 
-    def _adopt(self, name: str, kept: Tensor) -> None:
+    def _adopt(self, name: str, kept: Tensor, ok: Tensor) -> None:
         if self.error_feedback:
             self.errors[name] = kept
         if self.counts_reductions:

@@ -48,14 +48,11 @@ class SparseConfig(EntrywiseConfig):
     """
 
     density: float = 0.01
-    momentum: float = 0.0
     density_warmup_steps: int = 0
 
     def _check(self) -> None:
         super()._check()
         number("density", self.density, 0, 1, open_low=True)
-        number("momentum", self.momentum, 0)
-        require(self.momentum < 1, "momentum", self.momentum, "use a number of at least 0 and below 1")
         self._whole("density_warmup_steps", 0)
         if self.density_warmup_steps:
             fix = f"set density below {WARMUP_DENSITY}, where the warm-up begins"
@@ -63,8 +60,8 @@ class SparseConfig(EntrywiseConfig):
 
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
-        fix = {} if values["error_feedback"] else {"momentum": "set error_feedback: true"}
-        return super().idle(values) | fix
+        fix = super().idle(values)
+        return {key: how for key, how in fix.items() if key != "momentum" or not values["error_feedback"]}
 
     def build_to_time(self) -> Compressor:
         return replace(self, density_warmup_steps=0).build()
@@ -82,7 +79,7 @@ class Sparse(Feedback):
     config: SparseConfig
 
     def __init__(self, config: SparseConfig) -> None:
-        super().__init__(config, config.momentum)
+        super().__init__(config, 0 if config.ef21 else config.momentum)
         self.counts_reductions |= config.density_warmup_steps > 0
 
     def _sizes(self, flat: Flat) -> list[int]:
@@ -121,10 +118,13 @@ class TopKConfig(SparseConfig):
     method: str = "topk"
 
     look = Look("Top-k", "#56B4E9", "<", "-.")
-    examples = _examples("topk", 8)
+    examples = {
+        **_examples("topk", 8),
+        "topk_ef21": Example(lambda m, n: 8 * chosen(m * n, 0.05), {"density": 0.05, "ef21": True, "momentum": 0.5}),
+    }
 
-    def build(self) -> TopK:
-        return TopK(self)
+    def build(self) -> Compressor:
+        return self.around(TopK(self))
 
 
 class TopK(Sparse):
@@ -221,8 +221,8 @@ class RandomKConfig(SparseConfig):
     look = Look("Random-k", "#882255", ">", ":")
     examples = _examples("randomk", 4)
 
-    def build(self) -> RandomK:
-        return RandomK(self)
+    def build(self) -> Compressor:
+        return self.around(RandomK(self))
 
 
 class RandomK(Sparse):

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edgc.checks import one_of
-from edgc.config import CompressingConfig, ConstantConfig, Example, Look
+from edgc.checks import one_of, require
+from edgc.compressors.ef21 import EstimatingConfig
+from edgc.config import CompressingConfig, Example, Look
 from edgc.errors import UserError
 
 if TYPE_CHECKING:
-    from edgc.compressors.powersgd.algorithm import PowerSGD
+    from edgc.compressors.base import Compressor
 
 QUANTISED_BITS = {f"int{bits}": bits for bits in (8, 7, 6, 5, 4)}
 """Bits of an entry of a factor of these types, without the scales."""
@@ -49,7 +50,7 @@ class LowRankConfig(CompressingConfig):
         if self.one_sided and self.orthonormal_q is not None:
             raise UserError("orthonormal_q: one-sided, the known factor always is", fix="leave out orthonormal_q")
 
-    def build(self) -> PowerSGD:
+    def build(self) -> Compressor:
         from edgc.compressors.powersgd.algorithm import PowerSGD
 
         return PowerSGD(self)
@@ -68,19 +69,24 @@ def _factors(dtype: str, *, one_sided: bool = False) -> Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGDConfig(LowRankConfig, ConstantConfig):
+class PowerSGDConfig(LowRankConfig, EstimatingConfig):
     """PowerSGD at one rank, from the first step (Vogels et al., NeurIPS 2019).
 
     Attributes:
         rank: of the approximations.
+        refresh_every: T of PowerSGD+ (arXiv 2509.11254, of which the abstract is known here; a fork of LoongForge: 50):
+            every T-th reduction of a matrix is exact, error feedback included, and the warm start becomes the leading
+            singular vectors of the mean; 0 is never. It costs the bytes of a dense reduction every T-th time.
     """
 
     method: str = "powersgd"
     rank: int
+    refresh_every: int = 0
 
     look = Look("PowerSGD, fixed rank", "#0072B2", "s")
     examples = {
         "powersgd": _factors("fp32"),
+        "powersgd refreshed": Example(lambda m, n: 4 * 8 * (m + n), {"rank": 8, "refresh_every": 3}),
         **{f"powersgd {dtype}": _factors(dtype) for dtype in ("bf16", *QUANTISED_BITS)},
         "powersgd one-sided": _factors("fp32", one_sided=True),
         "powersgd errors in bf16": Example(
@@ -91,6 +97,14 @@ class PowerSGDConfig(LowRankConfig, ConstantConfig):
     def _check(self) -> None:
         super()._check()
         self._whole("rank", 1)
+        self._whole("refresh_every", 0)
+        exact = "bf16" not in (self.factor_dtype, self.error_dtype)
+        require(exact or not self.ef21, "ef21", self.ef21, "let neither factors nor errors be bf16")
+
+    def build(self) -> Compressor:
+        from edgc.compressors.powersgd.algorithm import PowerSGD
+
+        return self.around(PowerSGD(self, self.refresh_every))
 
     @property
     def fixed_rank(self) -> int:

@@ -22,6 +22,8 @@ a matrix.
 
 Of an unused matrix (:class:`~edgc.compressors.base.Gradient`) a worker sends M_w Q = 0 and Q_w = 0, so E_w = M_w.
 
+PowerSGD+ averages every T-th M_w as it is, and Q becomes the leading right singular vectors of that mean.
+
 E and Q change after the last message, and only if everything in the call's messages was finite: otherwise the call's
 gradients all become NaN, on every worker, and the state is as it was.
 """
@@ -29,7 +31,7 @@ gradients all become NaN, on every worker, and the state is as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -53,15 +55,19 @@ Arrived = Generator[None, None, Tensor]
 class PowerSGD(KeepsErrors):
     """Low-rank reduction of matrices; vectors, small matrices and ranks that save nothing go dense.
 
+    Args:
+        refresh_every: T, of which one reduction is exact; 0 for none.
+
     Attributes:
         errors: E by name, m x n.
         always_factor: also factor where that sends more bytes than the matrix (for tests).
     """
 
     always_factor = False
+    has_rank = True
 
-    def __init__(self, config: LowRankConfig) -> None:
-        self.config = config
+    def __init__(self, config: LowRankConfig, refresh_every: int = 0) -> None:
+        self.config, self.refresh_every = config, refresh_every
         self.one_sided, self.error_feedback = config.one_sided, config.error_feedback
         self._state = State(config)
         self.errors = self._state.errors
@@ -81,7 +87,8 @@ class PowerSGD(KeepsErrors):
         return (1 if self.one_sided else 2) * (2 if self.config.factor_dtype in QUANTISED_BITS else 1)
 
     def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
-        work = self._workspace(gradients, rank)
+        refreshes = rank is not None and self.refreshes(gradient.name for gradient in gradients)
+        work = self._workspace(gradients, None if refreshes else rank)
         for gradient in gradients:
             self._last.pop(gradient.name, None)
             self.held.pop(gradient.name, None)
@@ -112,6 +119,13 @@ class PowerSGD(KeepsErrors):
             work.dense.unpack()
         if drained:
             self._forget(drained, ok)
+        if refreshes and rank is not None:
+            matrices = [gradient for gradient in gradients if self.compresses(gradient.tensor, rank)]
+            self._then(partial(self._state.renew, [g.name for g in gradients], self._state.leading(matrices, rank, ok)))
+
+    def refreshes(self, names: Iterable[str]) -> bool:
+        """True if the next reduction of these together is exact, and renews their warm starts."""
+        return self.refresh_every > 0 and any(self._state.since.get(n, 0) >= self.refresh_every - 1 for n in names)
 
     def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
         """Send both factors; returns if the messages were finite. If the first was not, there is no second."""
@@ -226,6 +240,8 @@ class PowerSGD(KeepsErrors):
         if not work.registered:
             self._state.commit(work.groups)
             work.registered = True
+        if self.refresh_every:
+            self._state.count(work.groups)
 
     def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
         key = (rank, *((g.name, g.tensor.shape, g.tensor.dtype, g.tensor.device) for g in gradients))
@@ -233,18 +249,18 @@ class PowerSGD(KeepsErrors):
         if work is None or work.key != key:
             names = {gradient.name for gradient in gradients}
             self._discard(names)
-            factored = [g for g in gradients if rank is not None and self._factors(g.tensor, rank)]
+            factored = [g for g in gradients if rank is not None and self.compresses(g.tensor, rank)]
             passes = self._on_cpu if host_decides(gradients[0].tensor.device) else self._on_gpu
             groups = self._state.groups(factored, rank or 1, batched=not passes.decides)
             work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
         return work
 
-    def _factors(self, gradient: Tensor, rank: int) -> bool:
-        bits = 8 * gradient.element_size()
-        if not compressible(gradient.shape, self.config.min_compression_elements, bits):
+    def compresses(self, tensor: Tensor, rank: int) -> bool:
+        bits = 8 * tensor.element_size()
+        if not compressible(tensor.shape, self.config.min_compression_elements, bits):
             return False
-        return self.always_factor or saves_bytes(gradient.shape, rank, self.config.factor_dtype, bits)
+        return self.always_factor or saves_bytes(tensor.shape, rank, self.config.factor_dtype, bits)
 
     def _discard(self, names: set[str]) -> None:
         """A name has one workspace: those with any of these names are of buckets, ranks or errors that are gone."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from edgc.checks import need
-from edgc.compressors.base import Gradient, seeded
+from edgc.compressors.base import Gradient, seeded, square_sums
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.compressors.powersgd.passes import RIGHT, Group, batch_view
+from edgc.compressors.powersgd.passes import RIGHT, TINY_SQ, Group, batch_view
 from edgc.errors import UserError
 
+_ROUNDS, _OVERSAMPLING = 3, 8  # of the power iteration that renews a warm start
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -50,6 +51,16 @@ def of_rank(factor: Tensor | None, rank: int, fresh: Callable[[int], Tensor]) ->
     return factor if missing == 0 else cut(factor, rank)
 
 
+def leading(matrix: Tensor, rank: int, start: Tensor) -> Tensor:
+    """The leading right singular vectors of a matrix m x n, n x r, nearly: block power iteration with more columns than
+    r, from ``start``, n x q (Halko et al., SIAM Review 2011); on a GPU the host may wait."""
+    basis = start
+    for _ in range(_ROUNDS):
+        basis = torch.linalg.qr(matrix.mT @ torch.linalg.qr(matrix @ basis).Q).Q
+    left = torch.linalg.qr(matrix @ basis).Q
+    return torch.linalg.svd(left.mT @ matrix, full_matrices=False).Vh[:rank].mT
+
+
 class State:
     """Error feedback and warm start of one worker, by parameter name.
 
@@ -59,6 +70,7 @@ class State:
         error_dtype: of E; None for no error feedback.
         errors: E, m x n.
         draws: how often random columns were drawn.
+        since: compressed reductions since the warm start was renewed, where it ever is.
     """
 
     def __init__(self, config: LowRankConfig) -> None:
@@ -66,6 +78,7 @@ class State:
         self.seed, self.one_sided = config.seed, config.one_sided
         self.errors: dict[str, Tensor] = {}
         self.draws: dict[str, int] = {}
+        self.since: dict[str, int] = {}
         self._factors: dict[str, Tensor] = {}
         self._sides: dict[str, int] = {}
         self._turning: dict[str, tuple[Group, int]] = {}  # one-sided: groups in use, whose side changes
@@ -174,6 +187,30 @@ class State:
                     self._refer(name, group, i)
             group.drawn.clear()
 
+    def count(self, groups: Iterable[Group]) -> None:
+        """Note a compressed reduction; on a GPU one that was given up counts, too."""
+        for name in (name for group in groups for name in group.names):
+            self.since[name] = self.since.get(name, 0) + 1
+
+    def leading(self, means: Iterable[Gradient], rank: int, ok: Tensor) -> dict[str, Tensor]:
+        """Warm starts from exact means by name; the last one where the mean is zero, or not ``ok``."""
+        found = {}
+        for gradient in means:
+            name, matrix = gradient.name, torch.where(ok, gradient.tensor.float(), 0)
+            columns, most = min(rank, *matrix.shape), min(rank + _OVERSAMPLING, *matrix.shape)
+            fresh = partial(random_factor, self.seed, 0, name, matrix.shape[1])
+            new = leading(matrix, columns, fresh(most).to(matrix.device))
+            last = of_rank(self.factors.get(name), columns, fresh).to(matrix.device)
+            found[name] = torch.where(square_sums([matrix[None]])[0].to(matrix.device) > TINY_SQ, new, last)
+        return found
+
+    def renew(self, names: Iterable[str], factors: dict[str, Tensor]) -> None:
+        """Begin with ``factors`` after an exact reduction of ``names``."""
+        for name in names:
+            self.since.pop(name, None)
+        self._factors |= factors
+        self._sides |= dict.fromkeys(factors, RIGHT) if self.one_sided else {}
+
     def to_dict(self) -> dict[str, Any]:
         """A copy of everything."""
         return {
@@ -181,6 +218,7 @@ class State:
             "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
             "sides": dict(self.sides),
             "draws": dict(self.draws),
+            "since": dict(self.since),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -199,4 +237,4 @@ class State:
         self._factors = {name: tensor.clone() for name, tensor in state["factors"].items()} if both else {}
         self._sides = dict(state["sides"]) if self.one_sided else {}
         self._turning = {}
-        self.draws = dict(state["draws"])
+        self.draws, self.since = dict(state["draws"]), dict(state.get("since", {}))
