@@ -54,7 +54,7 @@ class StrategyHandle(ProcessStrategy):
 
     def remove(self) -> None:
         """End the strategy: from now on DDP averages the gradients of every step. To be called on every rank."""
-        super().remove()
+        self._let_go()
         if self._slot.handle is self:
             self._slot.handle = None
             with contextlib.suppress(ValueError):

@@ -129,16 +129,19 @@ class StrategyHandle(ProcessStrategy):
         """Go on from :meth:`state_dict` of this rank, or of that of any replica where the number of replicas has
         changed: what is a replica's own is then left out. Model and optimizer have their state by then.
 
+        Args:
+            changed_settings: go on with the settings of now where the state is of others, instead of refusing it.
+
         Raises:
             UserError: the state is another rank's, lacks something, or is of other settings.
         """
         need(state, ("place",), "state")
         refuse_other_place(state["place"])
-        super().load_state_dict(state)
+        super().load_state_dict({**state, "settings": self._settings} if changed_settings else state)
 
     def close(self) -> None:
         """Give Megatron its own reduction back; on every rank, between two iterations. A second call does nothing."""
-        self.remove()
+        self._let_go()
         while self._groups:
             self._groups.pop().edgc_leave()
 
@@ -150,7 +153,7 @@ def refuse(
     each = getattr(optimizer, "chained_optimizers", [optimizer])
     shares = "shards one optimizer over replicas, which are to differ"
     for used, what, fix in (
-        (optimizer is None, "needs the optimizer", "give optimizer=..."),
+        (not hasattr(optimizer, "prepare_grads"), "needs Megatron's optimizer", "give it as optimizer=..."),
         (observer is not None, "takes no observer", "leave it out"),
         (
             chunks[0].ddp_config.use_distributed_optimizer,

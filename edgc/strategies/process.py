@@ -108,8 +108,8 @@ class ProcessStrategy:
             raise UserError("the saved state is of other settings", where=self._where, fix="register with the same")
         self.strategy.load_state(state["shared"], state["own"] if state["world"] == self.group.size() else None)
 
-    def remove(self) -> None:
-        """End the strategy: from now on the gradients of every step are averaged. To be called on every rank."""
+    def _let_go(self) -> None:
+        """Leave the optimizer's steps alone from now on."""
         while self._hooks:
             self._hooks.pop().remove()
 
