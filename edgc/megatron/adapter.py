@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from edgc.checkpoints.rank_files import together
 from edgc.checks import integer
 from edgc.compressors.base import compressible
 from edgc.config import CompressingConfig, EDGCConfig
@@ -17,10 +18,12 @@ from edgc.control.settings import PolicyConfig
 from edgc.engine import Engine, Matrix, Observer
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
-from edgc.megatron.attachment import Attachment, CompressedBucketGroup
+from edgc.megatron.attachment import Attachment, CompressedBucketGroup, OwnBucketGroup
 from edgc.megatron.embedding import fuse
 from edgc.megatron.pipeline_traffic import CompressedP2P
+from edgc.megatron.strategy import StrategyHandle, refuse
 from edgc.runtime.groups import gather_objects
+from edgc.strategies.base import StrategyConfig
 
 
 def attach(
@@ -30,7 +33,8 @@ def attach(
     iterations: int,
     optimizer: Any = None,
     observer: Observer | None = None,
-) -> Attachment:
+    strategy: StrategyConfig | None = None,
+) -> Attachment | StrategyHandle:
     """Reduce the data-parallel gradients of ``model_chunks`` as ``config`` says, from the next iteration on.
 
     To be called on every rank, after the model is wrapped in Megatron's ``DistributedDataParallel`` and before the
@@ -52,6 +56,10 @@ def attach(
     the decisions of all. Under method ``edgc`` the first stage is the first one that has a matrix to compress:
     ``decision.ranks[0]`` is its rank.
 
+    Strategies: with another one than ``every_step`` what replicas exchange goes as ``config`` says, but for gradients
+    in the steps in which the strategy averages them, which are Megatron's own matter (:mod:`edgc.megatron.strategy`).
+    The model has its weights by then, the same on every replica, for they are what a round starts from.
+
     Args:
         model_chunks: this rank's chunk, or its list of chunks under an interleaved schedule.
         iterations: length of the run in iterations (warm-up is a share of it).
@@ -60,9 +68,11 @@ def attach(
             ``attachment.last.skipped`` says so.
         observer: called with the local gradients of each bucket group before they are reduced; under
             ``overlap_grad_reduce`` in another thread.
+        strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
 
     Raises:
-        UserError: for chunks that already have an attachment, and for what is not supported.
+        UserError: for chunks that already have an attachment, and for what is not supported; of strategies, on every
+            rank.
 
     Warns:
         UserWarning: for a setting that is about several pipeline stages where there is one.
@@ -78,6 +88,15 @@ def attach(
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.module.named_parameters()
     }
+    if strategy is not None and strategy.name != "every_step":
+
+        def made() -> StrategyHandle:
+            refuse(chunks, config, strategy.name, optimizer, observer)
+            return StrategyHandle(chunks, names, config, strategy, optimizer, iterations)
+
+        handle = together(made)
+        handle.start()
+        return handle
     fused = fuse(chunks, names) if config.fused_embedding else None
     uncompressed = [] if isinstance(config, CompressingConfig) and config.compress_experts else expert
     tables = {parameter for chunk in chunks for parameter in embeddings(chunk.module)}
@@ -121,7 +140,7 @@ def attach(
 def _check(chunk: DistributedDataParallel) -> None:
     """Refuse what cannot work, in one line."""
     settings = chunk.ddp_config
-    attached = any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups)
+    attached = any(isinstance(group, OwnBucketGroup) for group in chunk.bucket_groups)
     if attached or "finish_grad_sync" in vars(chunk):  # without bucket groups only the last chunk tells
         raise UserError("these model chunks already have an attachment", fix="call attach once per model")
     if settings.num_distributed_optimizer_instances > 1:

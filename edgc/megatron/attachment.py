@@ -40,15 +40,15 @@ class Pending:
         self._future.wait()
 
 
-class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """Bucket group that reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective.
+class OwnBucketGroup(_ParamAndGradBucketGroup):
+    """Bucket group that does not reduce its gradients as Megatron does.
 
     Megatron has no injection API for this, so :func:`edgc.megatron.attach` sets the class of existing bucket groups,
-    and the attachment sets ``edgc`` to itself.
+    and what was attached sets ``edgc`` to itself.
     """
 
     grad_reduce_handle: Any
-    edgc: Attachment
+    edgc: Any
 
     def edgc_leave(self) -> None:
         """Return to Megatron's own reduction."""
@@ -62,23 +62,34 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             return self.intra_distributed_optimizer_instance_group
         return self.data_parallel_group
 
-    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        if self.is_first_batch and self.grad_reduce_handle is not None:
-            return
+    def edgc_begin(self) -> None:
+        """Check gradients as Megatron does, and scale them so that their mean over replicas equals what its scaled sum
+        (or average) would give."""
         if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
             self.check_grads(
                 check_for_nan_or_inf=self.ddp_config.check_for_nan_in_grad,
                 check_for_large=self.ddp_config.check_for_large_grads,
             )
-        scatters = self.ddp_config.use_distributed_optimizer and not force_all_reduce
-        gradients: list[Gradient] = []
         for bucket in self.buckets:
-            # So that the mean over replicas equals what Megatron's scaled sum (or average) would give.
             factor = bucket.gradient_scaling_factor
             if not self.ddp_config.average_in_collective:
                 factor *= self.edgc_replicas.size()
             if factor != 1.0:
                 bucket.grad_data *= factor
+
+
+class CompressedBucketGroup(OwnBucketGroup):
+    """Bucket group that reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective."""
+
+    edgc: Attachment
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return
+        self.edgc_begin()
+        scatters = self.ddp_config.use_distributed_optimizer and not force_all_reduce
+        gradients: list[Gradient] = []
+        for bucket in self.buckets:
             # Error feedback is looked up by name: it does not depend on how buckets were cut.
             gradients += [
                 Gradient(self.edgc.names[p], p.main_grad)
@@ -340,10 +351,7 @@ class Attachment:
         """
         state = dict(state_for(state, **_replica()))
         need(state, ("place", "skipped", "skipped_in_a_row", "pipeline"), "state")
-        other = [key for key, here in place().items() if key != "data" and state["place"][key] != here]
-        if other:
-            what = f"the saved state is of {other[0]} parallel rank {state['place'][other[0]]}, not {place()[other[0]]}"
-            raise UserError(what, fix="save and load one state per rank")
+        refuse_other_place(state["place"])
         parameters = (parameter for group in self.groups for parameter in group.params)
         refuse_other_parameters(state, {self.names[p]: tuple(p.main_grad.shape) for p in parameters})
         if (state["pipeline"] is None) != (self.pipeline is None) and not changed_settings:
@@ -367,6 +375,14 @@ def place() -> dict[str, int]:
         "expert": parallel_state.get_expert_model_parallel_rank(),
         "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
     }
+
+
+def refuse_other_place(saved: Mapping[str, int]) -> None:
+    """Refuse a state that was saved at another place than this rank's, but for its replica."""
+    other = [key for key, here in place().items() if key != "data" and saved[key] != here]
+    if other:
+        what = f"the saved state is of {other[0]} parallel rank {saved[other[0]]}, not {place()[other[0]]}"
+        raise UserError(what, fix="save and load one state per rank")
 
 
 def _replica() -> dict[str, int]:

@@ -44,6 +44,7 @@ from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.checkpoints.saved_state import LOCAL, State, merge
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment, place
+from edgc.megatron.strategy import StrategyHandle
 from edgc.runtime.groups import gather_objects
 
 __all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "readable", "save"]
@@ -69,7 +70,7 @@ def layout() -> dict[str, int]:
     }
 
 
-def save(folder: str | Path, attachment: Attachment, *, iteration: int) -> None:
+def save(folder: str | Path, attachment: Attachment | StrategyHandle, *, iteration: int) -> None:
     """Save EDGC's state of all ranks as ``folder/edgc``, which is there whole or not at all.
 
     To be called before what makes the checkpoint count: the end of :func:`publish`, or Megatron-LM's tracker file.
@@ -90,7 +91,7 @@ def save(folder: str | Path, attachment: Attachment, *, iteration: int) -> None:
     rank_files.write(folder / FOLDER, state, lambda: {**common, "place": place()})
 
 
-def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool = False) -> int:
+def load(folder: str | Path, attachment: Attachment | StrategyHandle, *, changed_settings: bool = False) -> int:
     """Go on from what :func:`save` left in ``folder``; returns its iteration.
 
     Every rank takes over its own state. If only the number of replicas differs, error feedback is redistributed so that
@@ -112,7 +113,12 @@ def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool =
     first = content.about["ranks"][0]
     if first["layout"]["data"] != job["data"] and rank_files.world()[0] == 0:
         what = f"edgc: a state of {first['layout']['data']} replicas goes on with {job['data']}"
-        warnings.warn(f"{what}; error feedback is redistributed, its sum is kept", stacklevel=2)
+        loss = (
+            "what is a replica's own is left out"
+            if "own" in state
+            else "error feedback is redistributed, its sum is kept"
+        )
+        warnings.warn(f"{what}; {loss}", stacklevel=2)
     rank_files.together(lambda: attachment.load_state_dict(state, changed_settings=changed_settings))
     return int(first["iteration"])
 
@@ -170,10 +176,12 @@ def state_of(folder: Path, content: Manifest, job: Mapping[str, int], rank: Mapp
 
 def redistributed(states: Sequence[tuple[Mapping[str, int], State]], rank: Mapping[str, int]) -> State:
     """The state for the place ``rank`` from those of all replicas of its shard, with their places, so that error
-    feedback owes the same.
+    feedback owes the same. Of a strategy what all replicas share goes on, without what was each one's own.
 
     Experts are replicated less often than the rest: theirs comes from the ranks that held the same experts.
     """
+    if "own" in (first := states[0][1]["attachment"]):
+        return {**first, "own": None}
     everyone = merge([state["attachment"] for _, state in states])
     alike = [state for other, state in states if all(other[key] == rank[key] for key in EXPERTS)]
     if len(alike) == len(states):

@@ -76,7 +76,7 @@ def train(
     if full_rank:
         engine.compressor.always_factor = True  # type: ignore[attr-defined]
     losses, decisions, entropies = [], [], []
-    poisons = _Poison(session)
+    poisons = Poison(session)
     kept = []
     for iteration in sorted(set(range(iterations)) - omit):
         poisons.active = iteration in poison
@@ -101,7 +101,7 @@ def train(
         "skipped_in_a_row": session.attachment.skipped_in_a_row,
         "kept": kept,
         "scale": float(session.optimizer.get_loss_scale()),
-        "copies": _copies(session),
+        "copies": copies(session),
         **finish(),
     }
     session.attachment.close()
@@ -114,14 +114,19 @@ Ranks = list[dict[str, Any]]
 def everywhere(run: RunConfig, **options: Any) -> Ranks:
     """Results of :func:`train` of all ranks, on every rank, whose copies of a parameter are equal bit for bit."""
     ranks = gather_objects(train(run, **options))
+    one([rank["copies"] for rank in ranks])
+    return ranks
+
+
+def one(ranks: list[dict[tuple[Any, ...], torch.Tensor]]) -> None:
+    """Assert that all ranks' :func:`copies` of a parameter are equal bit for bit."""
     seen: dict[Any, torch.Tensor] = {}
     pairs = 0
     for rank in ranks:
-        for key, weight in rank["copies"].items():
+        for key, weight in rank.items():
             pairs += key in seen
-            assert torch.equal(seen.setdefault(key, weight), weight), (run, key)
+            assert torch.equal(seen.setdefault(key, weight), weight), key
     assert pairs, "no parameter has a copy"
-    return ranks
 
 
 def losses(ranks: Ranks) -> torch.Tensor:
@@ -176,7 +181,7 @@ class _Groups:
 session_of = _Groups().session
 
 
-class _Poison:
+class Poison:
     """Makes one entry of one gradient of the last rank not a number, while ``active``."""
 
     def __init__(self, session: Session) -> None:
@@ -193,14 +198,14 @@ class _Poison:
         return gradient
 
 
-def _copies(session: Session) -> dict[tuple[Any, ...], torch.Tensor]:
+def copies(session: Session) -> dict[tuple[Any, ...], torch.Tensor]:
     """This rank's parameters, in fp64, by what makes two of them copies: equal keys, equal bits."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     tensor, expert = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
     )
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    found: dict[tuple[Any, ...], torch.Tensor] = {}
     for index, chunk in enumerate(session.chunks):
         for name, parameter in chunk.module.named_parameters():
             shard = tensor if getattr(parameter, "tensor_model_parallel", False) else "same on all"
@@ -208,8 +213,8 @@ def _copies(session: Session) -> dict[tuple[Any, ...], torch.Tensor]:
             if getattr(parameter, "shared", False) or getattr(parameter, "shared_embedding", False):
                 where = ("tied embedding",)
             expert_part = "same on all" if getattr(parameter, "allreduce", True) else expert
-            copies[(*where, shard, expert_part)] = parameter.detach().double()
-    return copies
+            found[(*where, shard, expert_part)] = parameter.detach().double()
+    return found
 
 
 def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -> float:
@@ -246,14 +251,16 @@ def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -
     return float(torch.stack([item["loss"] for item in losses]).mean()) if losses else float("nan")
 
 
-def steps(session: Session, run: RunConfig, first: int, last: int) -> list[float]:
-    """Losses of this rank in iterations ``first`` to ``last`` - 1; nan before the last stage."""
+def steps(session: Session, run: RunConfig, first: int, last: int, replica: int | None = None) -> list[float]:
+    """Losses of this rank in iterations ``first`` to ``last`` - 1, on the data of ``replica`` (by default its own); nan
+    before the last stage."""
     losses = []
+    replica = parallel_state.get_data_parallel_rank() if replica is None else replica
     for iteration in range(first, last):
         for chunk in session.chunks:
             chunk.zero_grad_buffer()
         session.optimizer.zero_grad()
-        losses.append(_iteration(session, run, iteration, parallel_state.get_data_parallel_rank()))
+        losses.append(_iteration(session, run, iteration, replica))
         updated, _, _ = session.optimizer.step()
         if updated:
             session.scheduler.step(increment=1)

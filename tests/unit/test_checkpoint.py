@@ -385,6 +385,14 @@ def test_methods_without_error_feedback_are_redistributed_too() -> None:
     assert redistributed(states, FIRST) == state
 
 
+def test_a_strategy_goes_on_without_what_was_each_replicas_own() -> None:
+    state = {"world": 4, "settings": {}, "place": FIRST, "shared": {"step": 3}}
+    states = [
+        (place, {"attachment": {**state, "own": {"errors": place["data"]}}, "experts": []}) for place in replicas(4)
+    ]
+    assert redistributed(states, FIRST) == {**state, "own": None}
+
+
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"])
 def test_another_model_parallel_layout_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     saved_by(tmp_path, ALONE, [(FIRST, engine_state(1))])

@@ -1,0 +1,126 @@
+"""Strategies of replicas that are processes: what their drivers share (:mod:`edgc.ddp`, :mod:`edgc.megatron`).
+
+What a strategy does before and after a step hangs on the hooks of torch's optimizer, after whatever the training loop
+does to gradients and before whatever it does with new parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from edgc.checks import need
+from edgc.compressors.base import Steps
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from edgc.lazy import Tensor, torch
+from edgc.runtime.channel import Channel
+from edgc.runtime.device import own_modes
+from edgc.strategies.base import Asked, Replica, StrategyConfig, finished
+
+
+class ProcessStrategy:
+    """Strategy of one rank of a job.
+
+    Args:
+        where: how messages call the driver.
+        group: of the replicas of this rank's parameters.
+        embeddings: names of the parameters that are embeddings.
+
+    Attributes:
+        strategy: to be read only.
+        parameters: those of this rank, by name.
+        bytes: sent so far by this rank.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        parameters: Mapping[str, Tensor],
+        config: EDGCConfig,
+        settings: StrategyConfig,
+        optimizer: torch.optim.Optimizer,
+        iterations: int,
+        group: torch.distributed.ProcessGroup,
+        embeddings: Collection[str],
+    ) -> None:
+        self.parameters, self.group, self.bytes, self._where = parameters, group, 0, where
+        self._optimizer = optimizer
+        self.strategy = settings.build(
+            Replica(parameters, config, iterations, optimizer, group, self._open, embeddings)
+        )
+        self._settings = {"strategy": settings.to_dict(), "compression": config.to_dict()}
+        self._hooks: list[Any] = []
+
+    def _hang(self) -> None:
+        """Let the strategy run around the optimizer's steps from now on."""
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            self._optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+
+    def _open(self, *options: Any) -> Channel:
+        return _Counted(self, *options)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the driver averages the gradients of the step under way."""
+        return self.strategy.reduces(self.strategy.step + 1)
+
+    def _before_step(self) -> None:
+        gradients = {}
+        for name, p in self.parameters.items():
+            p.grad = gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        if not self._run(self.strategy.before_step(gradients)):
+            for p in self.parameters.values():
+                p.grad = None  # which an optimizer leaves out
+
+    def _after_step(self) -> None:
+        self._run(self.strategy.after_step())
+
+    @own_modes()
+    def _run(self, steps: Asked | Steps) -> bool | None:
+        return finished(steps)
+
+    def mean_weights(self) -> dict[str, Tensor]:
+        """Means of the replicas' parameters by name, which are evaluated where replicas are never equal. To be called
+        on every rank; not counted."""
+        means = {name: p.detach().clone() for name, p in self.parameters.items()}
+        channel = Channel(self.group)
+        for mean in means.values():
+            channel.mean_(mean)
+        channel.finish()
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that this rank needs, besides model and optimizer, to go on exactly: save one per rank.
+
+        ``shared`` is the same on every replica.
+        """
+        shared, own = self.strategy.shared_state(), self.strategy.own_state()
+        return {"settings": self._settings, "world": self.group.size(), "shared": shared, "own": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of this rank, or of that of any replica where the number of replicas has
+        changed: what is a replica's own is then left out. The model has its weights by then."""
+        need(state, ("settings", "world", "shared", "own"), "state")
+        if state["settings"] != self._settings:
+            raise UserError("the saved state is of other settings", where=self._where, fix="register with the same")
+        self.strategy.load_state(state["shared"], state["own"] if state["world"] == self.group.size() else None)
+
+    def _let_go(self) -> None:
+        """Leave the optimizer's steps alone from now on."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+class _Counted(Channel):
+    """Channel whose bytes its handle counts as they are sent: an exchange may go on from one step to the next."""
+
+    def __init__(self, handle: ProcessStrategy, *options: Any) -> None:
+        super().__init__(*options)
+        self.handle = handle
+
+    def _count(self, kind: str, sent: int) -> None:
+        super()._count(kind, sent)
+        self.handle.bytes += sent

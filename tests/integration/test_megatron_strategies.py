@@ -1,0 +1,297 @@
+"""Strategies under Megatron-Core: DP x TP and DP x PP on four gloo ranks, one launch for all cases."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc import EDGCConfig
+from edgc.megatron import attach, cpu_shims
+from edgc.rehearsal import Rehearsal
+from edgc.runtime.groups import gather_objects
+from edgc.strategies import StrategyConfig
+from tests.integration.megatron_cases import Poison, configuration, copies, one, session_of, steps
+from tests.strategy_cases import EXAMPLES, batch, loss, network, settings_of
+from tests.workers import Cases, refused, same
+
+with cpu_shims.without_compiler():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from edgc.megatron import checkpoint
+    from edgc.megatron.attachment import Attachment
+    from edgc.megatron.strategy import StrategyHandle
+
+pytestmark = pytest.mark.slow
+case = Cases(4, __name__)
+
+NONE: dict[str, Any] = {"method": "none"}
+DP4 = {"pipeline": 1, "data": 4}
+TP2 = {"tensor": 2, "pipeline": 1, "data": 2}
+PP2 = {"pipeline": 2, "data": 2}
+OVERLAP = {"overlap_grad_reduce": True, "bucket_elements": 15000}
+
+
+def optimizer_of(kind: str, chunks: list[DistributedDataParallel], lr: float, **options: Any) -> Any:
+    plain = {"weight_decay": 0.0, "sgd_momentum": 0.0, "params_dtype": torch.float32, "adam_beta2": 0.999}
+    return get_megatron_optimizer(
+        OptimizerConfig(optimizer=kind, lr=lr, **{**plain, "clip_grad": 0.0, **options}), chunks
+    )
+
+
+@case
+def as_rehearsed() -> None:
+    """Every strategy with two replicas of a small network is its rehearsal, bit for bit; both ranks of a replica hold
+    the same weights."""
+    config = session_of(configuration("small", NONE, parallel=TP2)).chunks[0].config
+    rank = parallel_state.get_data_parallel_rank()
+    found: dict[str, Any] = {}
+    for index, (name, (kind, example)) in enumerate(EXAMPLES.items()):
+        settings = settings_of(name)
+        if name == "every_step":
+            continue
+        sgd, compression = (
+            kind.equal == "step",
+            EDGCConfig.from_dict({"min_compression_elements": 1, **example.compression}),
+        )
+        model = network()
+        chunk = DistributedDataParallel(
+            config, DistributedDataParallelConfig(overlap_grad_reduce=index % 2 == 1), model
+        )
+        optimizer = optimizer_of("sgd" if sgd else "adam", [chunk], 0.1 if sgd else 3e-3)
+        handle = attach(chunk, compression, iterations=40, strategy=settings, optimizer=optimizer)
+        assert isinstance(handle, StrategyHandle)
+        losses = []
+        other = network()
+        made = (
+            torch.optim.SGD(other.parameters(), lr=0.1)
+            if sgd
+            else torch.optim.AdamW(other.parameters(), lr=3e-3, weight_decay=0)
+        )
+        rehearsed = Rehearsal(
+            other, optimizer=made, config=compression, strategy=settings, replicas=2, iterations=40, loss=loss
+        )
+        wanted = []
+        for step in range(2 * settings.period + 1):
+            chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            value = loss(chunk, batch(step, rank))
+            value.backward()
+            chunk.finish_grad_sync()
+            optimizer.step()
+            losses.append(value.item())
+            wanted.append(rehearsed.step([batch(step, replica) for replica in range(2)]))
+        own, strategy = {key: p.detach() for key, p in model.named_parameters()}, rehearsed.strategies[rank]
+        there = dict(rehearsed.models[rank % len(rehearsed.models)].named_parameters())
+        state = handle.state_dict()
+        found[name] = {
+            "losses": (gather_objects(losses), wanted),
+            "weights": same(own, {key: p.detach() for key, p in there.items()}),
+            "bytes": handle.bytes == sum(rehearsed.room.sent[rank].values()),
+            "state": same(state["shared"], strategy.shared_state()) and same(state["own"], strategy.own_state()),
+            "mean": same(handle.mean_weights(), rehearsed.mean_weights()),
+        }
+        handle.close()
+    for name, facts in found.items():
+        losses, wanted = facts.pop("losses")
+        assert [sum(each) / 4 for each in zip(*losses, strict=True)] == wanted, name
+        assert all(facts.values()), (name, facts)
+
+
+# ------------------------------------------------------------------ a GPT over four ranks
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "diloco": {"every": 2},
+    "sparseloco": {"every": 2},
+    "dion": {},
+    "onebit_adam": {"warmup_steps": 2},
+}
+TP2_JOB: dict[str, Any] = {"parallel": {**TP2, "sequence": True}}
+PP2_JOB: dict[str, Any] = {"parallel": PP2}  # with tied embeddings
+DP4_JOB: dict[str, Any] = {"parallel": DP4, "train": OVERLAP}
+VPP2_JOB = {"parallel": {**PP2, "virtual_pipeline": 2}, "model": {"layers": 4}, "train": {"overlap_grad_reduce": True}}
+CELLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((name, PP2_JOB, NONE) for name in STRATEGIES),
+    *((name, DP4_JOB, NONE) for name in ("diloco", "sparseloco", "onebit_adam")),
+    *((name, TP2_JOB, NONE) for name in ("diloco", "sparseloco", "dion")),
+    ("diloco", VPP2_JOB, NONE),
+    ("diloco", {**PP2_JOB, "train": {"precision": "bf16"}}, NONE),
+    # Of what each rank would, by itself, make another thing than the rank that has a copy of it.
+    ("diloco", PP2_JOB, {"method": "powersgd", "rank": 4}),
+    ("shared_mask", TP2_JOB, NONE),
+]
+
+
+class Job:
+    """A GPT's session with a strategy, at a constant rate, whose state can be taken and set."""
+
+    def __init__(self, name: str, layout: dict[str, Any], compression: dict[str, Any] = NONE) -> None:
+        self.run = configuration(name, NONE, **layout)
+        self.session = session_of(self.run)
+        self.session.attachment.close()
+        self.session.scheduler = SimpleNamespace(step=lambda increment: None)  # type: ignore[assignment]
+        self.compression = EDGCConfig.from_dict(compression)
+        self.settings = StrategyConfig.from_dict({"name": name, **STRATEGIES.get(name, {})})
+        self.local = self.settings.equal == "round"
+        options: dict[str, Any] = {"clip_grad": 1.0}
+        if "train" in layout and "precision" in layout["train"]:
+            options |= {"bf16": True, "params_dtype": torch.bfloat16}
+        kind, rate = ("adam", 3e-3) if self.local else ("sgd", 0.02)
+        self.session.optimizer = optimizer_of(kind, self.session.chunks, rate, **options)
+        self.poison = Poison(self.session)
+
+    def attach(self, **options: Any) -> StrategyHandle:
+        options = {"strategy": self.settings, "optimizer": self.session.optimizer, **options}
+        handle = attach(self.session.chunks, self.compression, iterations=20, **options)
+        assert isinstance(handle, StrategyHandle)
+        return handle
+
+    def steps(self, first: int, last: int, replica: int | None = None) -> list[float]:
+        return steps(self.session, self.run, first, last, replica)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for chunk in self.session.chunks for p in chunk.parameters()]
+
+    def state(self) -> tuple[list[Tensor], Any]:
+        """Weights and the optimizer's state."""
+        optimizer = copy.deepcopy(self.session.optimizer.state_dict())
+        return [p.detach().clone() for p in self.parameters], optimizer
+
+    @torch.no_grad()
+    def load(self, state: tuple[list[Tensor], Any]) -> None:
+        for p, saved in zip(self.parameters, state[0], strict=True):
+            p.copy_(saved)
+        self.session.optimizer.load_state_dict(copy.deepcopy(state[1]))
+
+
+def kept_by_void(handle: StrategyHandle) -> dict[str, Any]:
+    """What a void step or round leaves of the strategy's state as it was."""
+    return {key: value for key, value in handle.state_dict()["shared"].items() if key != "step"}
+
+
+def check(cell: tuple[str, dict[str, Any], dict[str, Any]], folder: Path) -> None:
+    """Replicas are equal when they should be, a run goes on bit for bit, and what is not finite on one rank makes a
+    step or round void on all ranks of all stages."""
+    job = Job(*cell)
+    handle = job.attach()
+    assert all(p.dtype == torch.float32 for p in handle.parameters.values())
+    job.steps(0, 2)
+    equal, after_round = [gather_objects(copies(job.session))], job.state()[0]
+    job.steps(2, 3)
+    between, state = gather_objects(copies(job.session)), job.state()
+    checkpoint.save(folder, handle, iteration=3)
+    job.steps(3, 4)
+    equal.append(gather_objects(copies(job.session)))
+    end, sent = job.state()[0], handle.bytes
+    handle.close()
+    job.load(state)
+    handle = job.attach()
+    assert checkpoint.load(folder, handle) == 3
+    before = copy.deepcopy(handle.state_dict())
+    job.steps(3, 4)
+    resumed = same(job.state()[0], end)
+    job.load(state)
+    handle.load_state_dict(before)
+    kept = copy.deepcopy(kept_by_void(handle))
+    job.poison.active = True
+    job.steps(3, 4)
+    job.poison.active = False
+    void = same(job.state()[0], after_round if job.local else state[0]) and same(kept_by_void(handle), kept)
+    losses = job.steps(4, 5)
+    handle.close()
+    for ranks in equal:
+        one(ranks)
+    if job.local:
+        with pytest.raises(AssertionError):
+            one(between)
+    assert resumed and void and sent > 0, (cell, resumed, void)
+    assert math.isfinite(losses[0]) or not job.session.is_last_stage, cell
+
+
+@case
+def layouts() -> None:
+    with tempfile.TemporaryDirectory() as own:
+        root = Path(gather_objects(own)[0])
+        for number, cell in enumerate(CELLS):
+            check(cell, root / f"{number}" / "iter_0000003")
+
+
+@case
+def by_hand() -> None:
+    """Four steps of DiLoCo, two rounds, are what its formula makes of the steps of single replicas."""
+    for layout in ({"parallel": TP2}, {"parallel": PP2}):
+        job = Job("diloco", layout)
+        first = job.state()
+        handle = job.attach()
+        job.steps(0, 4)
+        ends = [p.double() for p in job.state()[0]]
+        handle.close()
+        anchor = [p.double() for p in first[0]]
+        velocity = [torch.zeros_like(p) for p in anchor]
+        optimizers = [first[1], first[1]]
+        for begin in (0, 2):
+            moved: list[list[Tensor]] = []
+            for replica in range(2):
+                job.load(([p.float() for p in anchor], optimizers[replica]))
+                job.steps(begin, begin + 2, replica)  # all replicas on the data of one: its own steps
+                weights, optimizers[replica] = job.state()
+                moved.append([start - p.double() for start, p in zip(anchor, weights, strict=True)])
+            for index, (u, *deltas) in enumerate(zip(velocity, *moved, strict=True)):
+                mean = sum(deltas) / 2
+                velocity[index] = 0.9 * u + mean
+                anchor[index] = anchor[index] - 0.7 * (mean + 0.9 * velocity[index])
+        largest = max(float((p - start.double()).abs().max()) for p, start in zip(anchor, first[0], strict=True))
+        apart = max(float((p - end).abs().max()) for p, end in zip(anchor, ends, strict=True))
+        assert largest > 1e-3 and apart < 1e-3 * largest, (layout, apart, largest)
+
+
+@case
+def refusals() -> None:
+    """What cannot work is refused in one line, on all ranks, and leaves nothing behind."""
+    for layout, word in (
+        ({"train": {"distributed_optimizer": True}}, "use_distributed_optimizer"),
+        ({"parallel": {**DP4, "expert": 2}, "model": {"experts": 4}}, "expert parallelism"),
+        ({"train": {"precision": "fp16"}}, "loss scale"),
+    ):
+        session = session_of(configuration("refused", NONE, **layout))
+        session.attachment.close()
+        options: dict[str, Any] = {"iterations": 9, "strategy": StrategyConfig.from_dict("diloco")}
+        options["optimizer"] = session.optimizer
+        refused(lambda: attach(session.chunks, EDGCConfig(), **options), word)  # noqa: B023
+    job = Job("diloco", PP2_JOB)
+    refused(lambda: job.attach(optimizer=None), "optimizer=...")
+    refused(lambda: job.attach(optimizer=torch.optim.SGD(job.parameters)), "Megatron's optimizer")
+    refused(lambda: job.attach(observer=print), "observer")
+    optimizer = job.session.optimizer
+    refused(lambda: job.attach(optimizer=type(optimizer)([]) if dist.get_rank() == 3 else optimizer), "one optimizer")
+    job.compression = EDGCConfig.from_dict({"method": "powersgd", "rank": 4})
+    refused(lambda: job.attach(strategy=StrategyConfig.from_dict("sparseloco")), "compression.method")
+    groups = [group for chunk in job.session.chunks for group in chunk.bucket_groups]
+    assert all(type(group) is _ParamAndGradBucketGroup for group in groups)
+    handle = job.attach()
+    refused(job.attach, "already have an attachment")
+    job.steps(0, 1)
+    state = handle.state_dict()
+    place = {**state["place"], "pipeline": 1 - state["place"]["pipeline"]}
+    refused(lambda: handle.load_state_dict({**state, "place": place}), "pipeline parallel rank")
+    refused(lambda: handle.load_state_dict({**state, "settings": {}}), "other settings")
+    handle.close()
+    assert all(type(group) is _ParamAndGradBucketGroup for group in groups)
+    each = attach(job.session.chunks, job.compression, iterations=9, strategy=StrategyConfig.from_dict("every_step"))
+    assert isinstance(each, Attachment)
+    each.close()
+
+
+test_megatron = case.test()
