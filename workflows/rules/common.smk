@@ -144,6 +144,11 @@ def data_files(run):
     return [first, *map(ancient, others)]
 
 
+def run_cores(run):
+    """Cores of a run on one machine."""
+    return 1 if run.driver == "rehearsal" else max(2, run.processes)
+
+
 def run_settings(study, run):
     """What a run computes follows from: its settings, and those of the runs that it branches from or follows. How
     often a run saves its state changes nothing that it computes."""

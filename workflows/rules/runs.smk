@@ -40,7 +40,7 @@ rule train:
     # A core for each process, so that runs side by side do not disturb each other's timings; Snakemake cuts it down
     # to the machine.
     # Under Slurm they are those of one node, and a task is the launcher of one node.
-    threads: lambda w: slurm_job(w).cpus if ON_SLURM else max(2, RUNS[w.study][w.run].parallel.world)
+    threads: lambda w: slurm_job(w).cpus if ON_SLURM else run_cores(RUNS[w.study][w.run])
     resources:
         **TRAINING,
         # Not a parameter: a run is not made again because it would be started in another way.
