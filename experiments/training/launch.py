@@ -190,7 +190,7 @@ def launch(run: RunConfig, results: Path, nodes: Nodes | None = None, *, fresh: 
             folder.forget()
         if folder.newest_checkpoint() is None:
             folder.forget_warm_up()
-        code = provenance.code_so_far(folder.checkpoints) if run.train.checkpoint_interval else None
+        code = provenance.code_so_far(folder.checkpoints, run.driver) if run.train.checkpoint_interval else None
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         _write(folder, "run.yaml", record)
         if blocked:

@@ -40,7 +40,8 @@ try:
     EVALUATIONS = {name: matrix.evaluation(name, SCALE) for name, study in STUDIES.items() if study.needs}
     from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption  # reads their files
 
-    TRAINING_CODE, DATA_CODE = source.training_code(), source.data_code()
+    TRAINING_CODE = {driver: source.training_code(driver) for driver in ("processes", "rehearsal")}
+    DATA_CODE = source.data_code()
 except UserError as error:
     stop(error)
 

@@ -48,7 +48,7 @@ rule train:
     params:
         scale=SCALE,
         results=subpath(output[0], ancestor=4),
-        code=lambda w: recorded_or(f"{w.study}/{w.run}/run.yaml", TRAINING_CODE),
+        code=lambda w: recorded_or(f"{w.study}/{w.run}/run.yaml", TRAINING_CODE[RUNS[w.study][w.run].driver]),
         settings=lambda w: run_settings(w.study, w.run),
     # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes.
     shell:
