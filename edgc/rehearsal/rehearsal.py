@@ -29,6 +29,7 @@ from edgc.strategies.base import Replica, Strategy, StrategyConfig, as_matrix, f
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], Tensor]
+Clip = Callable[[torch.optim.Optimizer], object]
 _WHERE = "edgc.rehearsal"
 
 
@@ -65,7 +66,9 @@ class Rehearsal:
         loss: of a model and a batch; by default :func:`model_loss`.
         micro_batches: how many a batch is a list of, whose mean gradient counts; 1: a batch is no such list.
         clip: norm to which each replica's gradient is clipped, after it was averaged if it is, and before the strategy
-            sees it, as where a loop clips between backward and the optimizer's step; None does not clip.
+            sees it, as where a loop clips between backward and the optimizer's step, or a function that clips the
+            gradients of what an optimizer steps; None does not clip.
+        buckets: names of the parameters that are averaged together, in the order of these; by default as DDP cuts them.
         observer: called with replica, iteration and its gradients before they are averaged.
 
     Raises:
@@ -83,7 +86,8 @@ class Rehearsal:
         iterations: int = 1000,
         loss: Loss = model_loss,
         micro_batches: int = 1,
-        clip: float | None = None,
+        clip: float | Clip | None = None,
+        buckets: Sequence[Sequence[str]] | None = None,
         observer: Callable[[int, int, Sequence[Gradient]], None] | None = None,
     ) -> None:
         self.replicas = integer("replicas", replicas, 2)
@@ -128,7 +132,9 @@ class Rehearsal:
         if observer is not None:
             for rank, engine in enumerate(self.engines):
                 engine.observer = lambda iteration, gradients, rank=rank: observer(rank, iteration, gradients)
-        self._buckets = [list(self._parameters[0])]  # as DDP has them until it knows how backward goes
+        self._recuts = buckets is None  # after the first backward
+        # As DDP has them until it knows how backward goes.
+        self._buckets = [[*bucket] for bucket in buckets or [self._parameters[0]]]
         self._generators = [torch.device("cpu")]  # devices whose generators a model draws from
         if self.device.type == "cuda":
             self._generators.append(self.device)
@@ -170,7 +176,7 @@ class Rehearsal:
         came: list[str] = []  # names in the order in which backward comes by them, in which DDP cuts its buckets anew
         buffers = _Buffers(self.models)
         losses, gradients, used = [], [], set()
-        with self._noting(came) if self.taken == 0 else contextlib.nullcontext():
+        with self._noting(came) if self.taken == 0 and self._recuts else contextlib.nullcontext():
             for rank, batch in enumerate(batches):
                 with buffers.of(self._copy(rank), rank):
                     losses.append(self._backward(rank, batch))
@@ -240,11 +246,14 @@ class Rehearsal:
             p.grad = None
         return gradients
 
-    def _clip(self, rank: int, gradients: Mapping[str, Tensor], norm: float) -> None:
+    def _clip(self, rank: int, gradients: Mapping[str, Tensor], clip: float | Clip) -> None:
         parameters = self._parameters[self._copy(rank)]
         for name, p in parameters.items():
             p.grad = gradients[name]
-        nn.utils.clip_grad_norm_(parameters.values(), norm)
+        if callable(clip):
+            clip(self.optimizers[self._copy(rank)])
+        else:
+            nn.utils.clip_grad_norm_(parameters.values(), clip)
         for p in parameters.values():
             p.grad = None
 

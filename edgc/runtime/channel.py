@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from edgc.lazy import Tensor, torch
-from edgc.runtime.groups import gather_objects
 
 T = TypeVar("T")
 
@@ -174,6 +173,8 @@ class Channel:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank; pickled, and not counted."""
+        from edgc.runtime.groups import gather_objects  # torch, which settings do without
+
         return gather_objects(value, self.group)
 
     @property

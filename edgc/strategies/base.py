@@ -26,15 +26,17 @@ import pkgutil
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from edgc.checks import Settings, one_of, unknown
 from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite
 from edgc.config import EDGCConfig
-from edgc.engine import Engine, Matrix
 from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import all_reduce_bytes
+
+if TYPE_CHECKING:
+    from edgc.engine import Engine
 
 Equality = Literal["step", "round", "never"]
 T = TypeVar("T")
@@ -152,6 +154,8 @@ class Replica:
             config: other settings than the replica's.
             embeddings: names of the parameters that are embeddings.
         """
+        from edgc.engine import Engine, Matrix  # torch, which settings do without
+
         config = config or self.config
         matrices = []
         for name, parameter in self.parameters.items():

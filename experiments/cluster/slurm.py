@@ -120,8 +120,8 @@ def parameters(run: RunConfig) -> int:
 def training_job(run: RunConfig, resources: Resources) -> Job:
     """The nodes of a run, and what it takes on each of them."""
     parallel = run.parallel
-    nodes = nodes_for(parallel.world, resources.gpus_per_node)
-    ranks = parallel.world // nodes
+    nodes = nodes_for(run.processes, resources.gpus_per_node)
+    ranks = run.processes // nodes
     share = parameters(run) / (parallel.tensor * parallel.pipeline)
     estimate = ranks * (MEGABYTES_PER_RANK + share * BYTES_PER_PARAMETER / 1e6)
     gpus = ranks if resources.gpus_per_node else 0

@@ -20,13 +20,17 @@ from experiments.common.files import ROOT
 from experiments.common.yaml_settings import load_yaml
 
 TRAINING = "experiments.training.train"  # what every rank of a run executes
+REHEARSAL = "experiments.training.rehearse"  # what a run of one process does
 DATA = "experiments.data.folder"
 PACKAGES = ("edgc", "experiments", "paper_figures")
 DIGITS = 16  # of a fingerprint: 64 bits
 # Which runs there are and how their settings come about is left out: the settings themselves say it.
 SETTLED = frozenset({"experiments.spec.matrix"})
 # Packages whose modules register themselves: a program that uses settings may use any of them.
-REGISTERED = {"edgc.config": ("edgc.compressors", "edgc.control.policies")}
+REGISTERED = {
+    "edgc.config": ("edgc.compressors", "edgc.control.policies"),
+    "edgc.rehearsal.rehearsal": ("edgc.strategies",),
+}
 
 
 def constant(path: Path, name: str) -> Any:
@@ -60,9 +64,9 @@ def fingerprint(*modules: str, files: Iterable[Path] = (), without: Iterable[str
     return total.hexdigest()[:DIGITS]
 
 
-def training_code() -> str:
+def training_code(driver: str = "processes") -> str:
     """Fingerprint of the code that a training run is computed by."""
-    return fingerprint(TRAINING)
+    return fingerprint(REHEARSAL if driver == "rehearsal" else TRAINING)
 
 
 def data_code() -> str:

@@ -10,21 +10,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from edgc import presets
 from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from edgc.strategies.base import StrategyConfig
 from experiments.common.yaml_settings import Settings, validate
 
 VOCAB_MULTIPLE = 128  # Megatron-LM: --make-vocab-size-divisible-by 128, times the tensor-parallel size
+EVERY_STEP = "every_step"  # the strategy of who names none
 Rate = Field(ge=0.0, le=1.0)
 
 
 def _divisible(key: str, value: int, divisor_key: str, divisor: int, fix: str = "change one of them") -> None:
     if value % divisor:
         raise ValueError(f"{key} = {value} is not divisible by {divisor_key} = {divisor}; {fix}")
+
+
+class Recorded(Settings):
+    """Settings of which those in ``LATER`` are on record only where they are not the default: runs were before them."""
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _record(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        unset = {key for key in self.LATER if getattr(self, key) == fields[key].default}
+        return {key: value for key, value in handler(self).items() if key not in unset}
+
+
+def _strategy(value: Any) -> Any:
+    """Settings of a strategy with its name among them; empty for the default."""
+    value = {"name": value} if isinstance(value, str) else value
+    return {} if value == {"name": EVERY_STEP} else value
 
 
 class DataConfig(Settings):
@@ -98,12 +126,17 @@ class ParallelConfig(Settings):
         return {**values, "world": world}
 
 
-class TrainConfig(Settings):
+class TrainConfig(Recorded):
     """Optimisation and bookkeeping of one run; intervals in iterations, batches in sequences.
 
     ``bucket_elements`` is the size at which the first stage's gradients are cut into buckets under
-    ``overlap_grad_reduce``; None is Megatron's default.
+    ``overlap_grad_reduce``; None is Megatron's default. ``optimizer``: ``muon`` is that of the matrices of layers, with
+    AdamW for the rest (:mod:`edgc.optimizers`); ``sgd`` has no momentum, and is for strategies that make the direction
+    of a step themselves. ``matrix_lr`` is the highest learning rate of the matrices of layers under these two, default
+    ``lr``; it rises and falls as ``lr`` does.
     """
+
+    LATER = ("optimizer", "matrix_lr")
 
     iterations: PositiveInt
     micro_batch: PositiveInt
@@ -125,6 +158,18 @@ class TrainConfig(Settings):
     checkpoint: bool = False  # the weights at the end, for export
     checkpoint_interval: int = Field(0, ge=0)  # whole states that a killed run goes on from; 0 = none
     keep_warm_up: bool = False  # the whole state at the end of warm-up, for runs that branch from it
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    matrix_lr: float | None = Field(None, gt=0.0)
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.optimizer == "adamw" and self.matrix_lr is not None:
+            raise ValueError("matrix_lr is not adamw's; leave it out, or set optimizer")
+        if self.optimizer == "muon" and (self.precision != "fp32" or self.distributed_optimizer):
+            raise ValueError(
+                "optimizer = muon steps whole fp32 matrices; set precision: fp32, distributed_optimizer: false"
+            )
+        return self
 
 
 class ProbeConfig(Settings):
@@ -166,14 +211,20 @@ class FollowsConfig(Settings):
     shuffle: int = Field(0, ge=0)
 
 
-class RunConfig(Settings):
+class RunConfig(Recorded):
     """One training run.
+
+    ``strategy`` is validated by :class:`edgc.strategies.base.StrategyConfig`: what replicas exchange, and when; a name,
+    or a mapping with ``name`` among its keys. ``driver`` is ``processes``, one for each rank, or ``rehearsal``: all
+    replicas in one process (:mod:`experiments.training.rehearse`), which computes the same.
 
     ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself; what a ``preset`` in it stands for is
     written out, so that ``run.yaml`` does not depend on what the preset will be later. With ``follows`` its policy
     becomes ``schedule`` when the run starts (:mod:`experiments.training.lineage`). With ``branch`` the run goes on
     from the state that the run of that variant, with the same seed, had at the end of its uncompressed warm-up.
     """
+
+    LATER = ("strategy", "driver")
 
     scale: str
     study: str
@@ -185,6 +236,8 @@ class RunConfig(Settings):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     compression: dict[str, Any] = {}
+    strategy: Annotated[dict[str, Any], BeforeValidator(_strategy)] = {}
+    driver: Literal["processes", "rehearsal"] = "processes"
     probe: ProbeConfig = ProbeConfig()
     follows: FollowsConfig | None = None
     branch: str | None = None
@@ -204,6 +257,16 @@ class RunConfig(Settings):
     def edgc(self) -> EDGCConfig:
         """Compression settings, defaults filled in."""
         return EDGCConfig.from_dict(self.compression, prefix="compression.")
+
+    @property
+    def exchange(self) -> StrategyConfig:
+        """Settings of the strategy, defaults filled in."""
+        return StrategyConfig.from_dict(self.strategy or EVERY_STEP, prefix="strategy.")
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that the run is made of."""
+        return 1 if self.driver == "rehearsal" else self.parallel.world
 
     @property
     def micro_batches(self) -> int:
@@ -238,7 +301,36 @@ class RunConfig(Settings):
             raise ValueError("follows and branch need compression.method = edgc; leave them out")
         if model.architecture == "bert" and (parallel.pipeline > 1 or parallel.tensor > 1):
             raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")
+        if train.optimizer == "muon" and parallel.tensor > 1:
+            raise ValueError("train.optimizer = muon steps whole matrices; set parallel.tensor: 1")
+        if self.driver == "rehearsal":
+            self._check_rehearsal()
+        elif self.strategy:
+            # Until edgc.megatron drives strategies.
+            name = self.strategy.get("name", EVERY_STEP)
+            raise ValueError(f"strategy.name = {name!r} needs one process so far; set driver: rehearsal")
         return self
+
+    def _check_rehearsal(self) -> None:
+        """Refuse what one process does not compute as several do."""
+        parallel, train = self.parallel, self.train
+        if parallel.data < 2:
+            raise ValueError("driver = rehearsal needs replicas; set parallel.data to at least 2")
+        for key, value, needed in (
+            ("parallel.pipeline", parallel.pipeline, 1),
+            ("parallel.tensor", parallel.tensor, 1),
+            ("parallel.expert", parallel.expert, 1),
+            ("model.dropout", self.model.dropout, 0.0),  # whose random numbers replicas do not share there
+            ("train.precision", train.precision, "fp32"),
+            ("train.distributed_optimizer", train.distributed_optimizer, False),
+            ("train.overlap_grad_reduce", train.overlap_grad_reduce, False),
+            ("train.checkpoint", train.checkpoint, False),
+            ("probe.every", self.probe.every, 0),
+            ("branch", self.branch, None),
+        ):
+            if value != needed:
+                fix = "leave it out" if needed is None else f"set it to {str(needed).lower()}"
+                raise ValueError(f"{key} = {value} is not rehearsed; {fix}, or driver: processes")
 
 
 class LayerMatrices(NamedTuple):
@@ -284,6 +376,11 @@ def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
         values = {**values, "compression": compression}
     run: RunConfig = validate(RunConfig, values, where)
     EDGCConfig.from_dict(run.compression, where=where, prefix="compression.")
+    if run.strategy:
+        try:
+            StrategyConfig.from_dict(run.strategy, where=where, prefix="strategy.")
+        except UserError as error:
+            raise UserError(error.message, where=where, fix=error.fix) from None
     return run
 
 

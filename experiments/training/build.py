@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,25 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    FP32Optimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
 from edgc.megatron.pipeline_traffic import CompressedP2P
+from edgc.optimizers import muon
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
 from experiments.training.model import build_model, draw_experts, dtype_of, transformer_config
@@ -162,28 +173,40 @@ def _recorders(run: RunConfig, attachment: Attachment) -> list[Recorder]:
     return recorders
 
 
-def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[Any, OptimizerParamScheduler]:
-    """Megatron's Adam over ``chunks``, and the schedule of its learning rate."""
+def build_optimizer(run: RunConfig, chunks: Sequence[Any]) -> tuple[Any, OptimizerParamScheduler]:
+    """Megatron's optimizer over ``chunks``, or over models with a ``ddp_config``, and the schedule of its rates."""
     train = run.train
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=train.lr,
-            min_lr=train.min_lr,
-            weight_decay=train.weight_decay,
-            adam_beta1=train.adam_beta1,
-            adam_beta2=train.adam_beta2,
-            clip_grad=train.clip_grad,
-            bf16=train.precision == "bf16",
-            fp16=train.precision == "fp16",
-            params_dtype=dtype_of(run),
-            initial_loss_scale=INITIAL_LOSS_SCALE,
-            use_distributed_optimizer=train.distributed_optimizer,
-        ),
-        chunks,
-        # It makes them only where the ranks talk through gloo, see initialise.
-        use_gloo_process_groups=dist.get_backend() == "gloo",
+    config = OptimizerConfig(
+        optimizer="sgd" if train.optimizer == "sgd" else "adam",
+        sgd_momentum=0.0,
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        clip_grad=train.clip_grad,
+        bf16=train.precision == "bf16",
+        fp16=train.precision == "fp16",
+        params_dtype=dtype_of(run),
+        initial_loss_scale=INITIAL_LOSS_SCALE,
+        use_distributed_optimizer=train.distributed_optimizer,
     )
+    if train.optimizer == "muon":
+        optimizer = _muon(run, chunks, config)
+    else:
+        overrides = None
+        if train.matrix_lr is not None:
+            tables = {id(p) for chunk in chunks for p in embeddings(chunk)}
+            matrices = ParamPredicate("matrices", lambda p: p.dim() == 2 and id(p) not in tables)
+            rates: Any = {"max_lr": train.matrix_lr, "min_lr": train.matrix_lr * train.min_lr / train.lr}
+            overrides = {**get_standard_config_overrides(config), ParamKey(predicate=matrices): rates}
+        optimizer = get_megatron_optimizer(
+            config,
+            list(chunks),
+            config_overrides=overrides,
+            # It makes them only where the ranks talk through gloo, see initialise.
+            use_gloo_process_groups=dist.get_backend() == "gloo",
+        )
     decay = train.lr_decay_iterations or train.iterations
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -199,6 +222,43 @@ def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tu
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _muon(run: RunConfig, chunks: Sequence[Any], config: OptimizerConfig) -> ChainedOptimizer:
+    """Muon for the matrices of layers and AdamW for the rest, as an optimizer of Megatron's."""
+    train = run.train
+    # torch's decay comes times the rate; biases and norms decay, too, as in MuLoCo's code.
+    rates: dict[str, Any] = dict(lr=train.matrix_lr or train.lr, weight_decay=train.weight_decay)
+    others: dict[str, Any] = dict(
+        others_lr=train.lr, others_betas=(train.adam_beta1, train.adam_beta2), others_decay=train.weight_decay
+    )
+    optimizer = muon(torch.nn.ModuleList(chunks), **rates, **others)
+    for group in optimizer.param_groups:
+        group |= {
+            "max_lr": group["lr"],
+            "min_lr": group["lr"] * train.min_lr / train.lr,
+            "wd_mult": group["weight_decay"] / train.weight_decay if train.weight_decay else 1.0,
+            "default_config": "betas" in group,  # has the rate that is logged
+            "is_expert_parallel": False,
+        }
+
+    def init_state(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
+        for group in optimizer.param_groups:
+            names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",)
+            for p in group["params"]:
+                for name in names:
+                    optimizer.state[p].setdefault(name, torch.zeros_like(p))
+
+    whole = FP32Optimizer(optimizer, config, init_state)
+    whole.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+    whole.tp_group = parallel_state.get_tensor_model_parallel_group()
+    return ChainedOptimizer([whole])
+
+
+def learning_rate(optimizer: Any) -> float:
+    """Learning rate of the next step: that of groups which have ``train.lr``."""
+    groups = optimizer.param_groups
+    return float(next((group for group in groups if group.get("default_config")), groups[0])["lr"])
 
 
 def _stage_leaders() -> tuple[list[int], dist.ProcessGroup | None]:

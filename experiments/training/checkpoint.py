@@ -32,7 +32,6 @@ from edgc.megatron import checkpoint
 from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec.settings import RunConfig
-from experiments.training.build import Session
 from experiments.training.lineage import FREE_IN_WARM_UP, checkpoint_settings, refuse_other
 from experiments.training.outputs import CHECKPOINTS, LOG, WARM_UP
 
@@ -71,11 +70,12 @@ class Checkpoints:
     """States that a killed run goes on from. Every method is called by every rank, between two iterations.
 
     Args:
-        session, folder: this rank's part of the job, and the folder of the run.
+        session: this rank's part of the job; of another kind where a subclass says what is saved of it.
+        folder: of the run.
         fingerprint: of the prepared data, which have to stay the same.
     """
 
-    def __init__(self, session: Session, folder: Path, fingerprint: str) -> None:
+    def __init__(self, session: Any, folder: Path, fingerprint: str) -> None:
         self.session, self.folder = session, folder
         self.interval = session.run.train.checkpoint_interval
         self.settings = checkpoint_settings(session.run, fingerprint)
@@ -97,8 +97,7 @@ class Checkpoints:
             "random": _random_state(),
         }
         with checkpoint.publish(self.folder / name, iteration, keep=KEEP) as folder:
-            _save(self._sharded(is_loading=False), folder)
-            checkpoint.save(folder, session.attachment, iteration=iteration)
+            self._write(folder, iteration)
             rank_files.write(folder / TRAINER, state, dict)
             if dist.get_rank() == 0:
                 shutil.copyfile(progress.metrics, folder / LOG)
@@ -133,8 +132,7 @@ class Checkpoints:
     def _load(self, folder: Path, trunk: str | None = None) -> Progress:
         """Go on from ``folder``, a checkpoint of this run or of its ``trunk``."""
         session = self.session
-        rank_files.together(lambda: self._load_megatron(folder))
-        checkpoint.load(folder, session.attachment, changed_settings=trunk is not None)
+        self._read(folder, changed_settings=trunk is not None)
         inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
         state = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
         session.scheduler.load_state_dict(state["scheduler"])
@@ -147,6 +145,16 @@ class Checkpoints:
             _say(f"{run.study}/{run.name} {how} after iteration {iteration} of {run.train.iterations}")
         resumed_at = [] if trunk else [*state["resumed_at"], iteration]
         return Progress(iteration, float(state["seconds"]), resumed_at, folder / LOG, trunk)
+
+    def _write(self, folder: Path, iteration: int) -> None:
+        """Save model, optimizer and EDGC's state."""
+        _save(self._sharded(is_loading=False), folder)
+        checkpoint.save(folder, self.session.attachment, iteration=iteration)
+
+    def _read(self, folder: Path, *, changed_settings: bool) -> None:
+        """Load them."""
+        rank_files.together(lambda: self._load_megatron(folder))
+        checkpoint.load(folder, self.session.attachment, changed_settings=changed_settings)
 
     def _load_megatron(self, folder: Path) -> None:
         chunks, optimizer = self.session.chunks, self.session.optimizer

@@ -8,27 +8,11 @@ launcher.
 
 from __future__ import annotations
 
-import gc
-import logging
 import signal
-import warnings
 
 from experiments.common.processes import die_with_parent
 
 die_with_parent(signal.SIGKILL)()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-from edgc.megatron.cpu_shims import without_compiler  # noqa: E402 (torch takes seconds; a launcher may be killed before)
-
-gc.disable()  # nothing that is imported is garbage, and there are half a million objects of it to walk through
-# Megatron warns on every import about each optional package that is absent.
-warnings.filterwarnings("ignore", module=r"megatron\.")
-# Nor is it this project that gives torch the sharded tensors which torch calls deprecated: Megatron's checkpoints do.
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.checkpoint")
-logging.getLogger("megatron").setLevel(logging.ERROR)
-with without_compiler():
-    import torch._dynamo  # noqa: F401 (an optimizer imports it when it is made: here once, not in every rank)
-
-    from experiments.training.train import work as work
-gc.freeze()  # nor is it later: a rank's full collection took 0.4 s
-gc.enable()
+from experiments.training.preload import work as work  # noqa: E402 (takes seconds; a launcher may be killed before)

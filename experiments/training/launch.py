@@ -23,11 +23,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # After Ctrl-C the launcher leaves its semaphores to this process, which would warn before it removes them.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
 
-import contextlib
 import json
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import util
@@ -54,6 +54,7 @@ from experiments.training.ranks import (
     error_elsewhere,
     error_of,
     follow,
+    in_study,
     ranks_per_node,
     start_ranks,
     take_errors,
@@ -90,9 +91,7 @@ def _outcome(run: RunConfig, folder: RunFolder, nodes: Nodes, start: Callable[[]
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
         if first.exitcode == EXIT_BAD_INPUT:
-            folder.discard()
-            with contextlib.suppress(OSError):
-                folder.path.rmdir()  # unless there is something in it
+            folder.withdraw()
             raise SystemExit(EXIT_BAD_INPUT) from None
         lost = first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER
         try:
@@ -109,6 +108,21 @@ def _outcome(run: RunConfig, folder: RunFolder, nodes: Nodes, start: Callable[[]
     except RendezvousError as problem:
         raise _interrupted(f"{name}: the nodes did not meet ({problem})", folder) from None
     return dict(json.loads((folder.attempt / "summary.json").read_text()))
+
+
+def _rehearsed(run: RunConfig, folder: RunFolder, data_dir: Path, vocab_size: int) -> dict[str, Any]:
+    """Train all replicas in this process, and turn the end into a summary."""
+    from experiments.training import preload  # noqa: F401 (before anything imports Megatron)
+    from experiments.training.rehearse import work
+
+    try:
+        return work(run, data_dir, vocab_size, folder.attempt)
+    except UserError as error:
+        folder.withdraw()
+        raise in_study(error, run) from None
+    except Exception as error:
+        traceback.print_exc()
+        return _failed(run, traceback.format_exception_only(error)[-1].strip().splitlines()[-1], folder)
 
 
 def _failed(run: RunConfig, error: str, folder: RunFolder) -> dict[str, Any]:
@@ -166,7 +180,7 @@ def launch(run: RunConfig, results: Path, nodes: Nodes | None = None, *, fresh: 
         return ""
     if not fresh:
         _refuse_other_run(run, data, folder)
-    if not blocked:
+    if not blocked and run.driver == "processes":
         warm_up(nodes)
     ranks_per_node(run, nodes)
     folder.claim()
@@ -176,10 +190,15 @@ def launch(run: RunConfig, results: Path, nodes: Nodes | None = None, *, fresh: 
             folder.forget()
         if folder.newest_checkpoint() is None:
             folder.forget_warm_up()
-        code = provenance.code_so_far(folder.checkpoints) if run.train.checkpoint_interval else None
+        code = provenance.code_so_far(folder.checkpoints, run.driver) if run.train.checkpoint_interval else None
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         _write(folder, "run.yaml", record)
-        outcome = _failed(run, blocked, folder) if blocked else _outcome(run, folder, nodes, start)
+        if blocked:
+            outcome = _failed(run, blocked, folder)
+        elif run.driver == "rehearsal":
+            outcome = _rehearsed(run, folder, data_dir, data.vocab_size)
+        else:
+            outcome = _outcome(run, folder, nodes, start)
         interrupts.ignore()  # the run has ended, and is published in a moment
         if resumed_at := outcome.pop("resumed_at", []):
             record["provenance"] |= {"resumed_at": resumed_at, "code": code}

@@ -95,6 +95,12 @@ class RunFolder:
     def discard(self) -> None:
         shutil.rmtree(self.attempt, ignore_errors=True)
 
+    def withdraw(self) -> None:
+        """Remove the attempt, and the folder unless there is something else in it."""
+        self.discard()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
     def forget(self) -> None:
         """Remove the checkpoints: the next launch starts from the beginning."""
         # Renamed first: half of them gone must not look like damage.

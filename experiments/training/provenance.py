@@ -57,7 +57,7 @@ def hardware() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "system": platform.system()}
 
 
-def code_so_far(checkpoints: Path) -> str:
+def code_so_far(checkpoints: Path, driver: str = "processes") -> str:
     """Fingerprints of the code that has worked on a run since its first checkpoint, today's too, joined by ``+``.
 
     They are kept beside the checkpoints: a run that goes on from one is a result of both.
@@ -65,7 +65,7 @@ def code_so_far(checkpoints: Path) -> str:
     path, known = checkpoints / "code", []
     if any(checkpoints.glob("iter_*")):
         known = path.read_text(encoding="utf-8").split("+") if path.is_file() else ["unknown"]
-    code = "+".join(dict.fromkeys([*known, training_code()]))
+    code = "+".join(dict.fromkeys([*known, training_code(driver)]))
     atomic_write(path, code)
     return code
 
@@ -76,7 +76,7 @@ def collect(run: RunConfig, fingerprint: str) -> dict[str, Any]:
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "world": run.parallel.world,
         "data_fingerprint": fingerprint,
-        "code": training_code(),
+        "code": training_code(run.driver),
         "versions": versions(),
         "git": git_state(),
         "hardware": hardware(),

@@ -169,7 +169,7 @@ def ranks_per_node(run: RunConfig, nodes: Nodes) -> int:
     """Ranks on each node; ``UserError`` if they do not divide over the nodes or outnumber the GPUs."""
     import torch
 
-    world, where = run.parallel.world, study_path(run.study)
+    world, where = run.processes, study_path(run.study)
     if world % nodes.count:
         message = f"world size {world} is not divisible by {nodes.count} nodes"
         raise UserError(message, where=where, fix="change parallel.data or the number of nodes")
@@ -178,6 +178,13 @@ def ranks_per_node(run: RunConfig, nodes: Nodes) -> int:
         message = f"the run needs {count} GPUs on a node that has {gpus}"
         raise UserError(message, where=where, fix="reduce parallel.data or use more nodes")
     return count
+
+
+def in_study(error: UserError, run: RunConfig) -> UserError:
+    """The error with the study's file where it names none: what only the built model tells, such as its largest rank,
+    is raised by the library, which knows no file."""
+    file = study_path(run.study)
+    return UserError(error.message, where=file, fix=error.fix) if error.where is None and file.is_file() else error
 
 
 def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> None:
@@ -193,11 +200,7 @@ def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> 
         summary = work(run, *data, attempt)
     except UserError as error:
         if os.environ.get("RANK") == "0":
-            # What only the built model tells, such as its largest rank, is raised by the library, which knows no file.
-            file = study_path(run.study)
-            if error.where is None and file.is_file():
-                error = UserError(error.message, where=file, fix=error.fix)
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {in_study(error, run)}", file=sys.stderr, flush=True)
         os._exit(EXIT_BAD_INPUT)
     except RuntimeError as error:
         if not LOST_PEER.search(str(error)):

@@ -38,7 +38,7 @@ def rank_step(
     loss: float,
     gradient_norm: float,
     done: Iteration,
-    traffic: Traffic | None,
+    traffic: Traffic | None = None,
 ) -> dict[str, float]:
     """One rank's numbers of one iteration, on every rank in the same order; nan where a number does not apply.
 
@@ -96,10 +96,14 @@ def gather_numbers(numbers: Iterable[float], device: torch.device) -> list[list[
 
 
 def gather_step(numbers: Mapping[str, float], device: torch.device) -> Step:
+    """Gather the numbers of all ranks, and reduce them."""
+    return reduce_step([dict(zip(numbers, row, strict=True)) for row in gather_numbers(numbers.values(), device)])
+
+
+def reduce_step(ranks: Sequence[Mapping[str, float]]) -> Step:
     """Reduce the numbers of all ranks in rank order, so that every rank gets the same bits."""
-    ranks = [dict(zip(numbers, row, strict=True)) for row in gather_numbers(numbers.values(), device)]
     replicas = len({rank["replica"] for rank in ranks})
-    by_stage: dict[float, list[dict[str, float]]] = {}
+    by_stage: dict[float, list[Mapping[str, float]]] = {}
     for rank in sorted(ranks, key=lambda rank: rank["stage"]):
         by_stage.setdefault(rank["stage"], []).append(rank)
     losses = [rank["loss"] for rank in [*by_stage.values()][-1]]

@@ -49,7 +49,7 @@ RUN: dict[str, Any] = {
 def changed(**sections: Any) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(json.dumps(RUN))
     for key, value in sections.items():
-        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     return values
 
 

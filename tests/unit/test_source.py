@@ -8,7 +8,7 @@ import pytest
 
 from edgc.errors import UserError
 from experiments.common import source
-from experiments.common.source import DATA, TRAINING, recorded_code
+from experiments.common.source import DATA, REHEARSAL, TRAINING, recorded_code
 from experiments.training import provenance
 
 PROGRAM = '"""A program."""\nimport os\n\n\ndef main():\n    """Does it."""\n    return 1  # one\n'
@@ -38,6 +38,8 @@ def test_training_follows_the_library_and_not_figures_evaluation_or_studies() ->
     assert {"edgc.compressors.natural", "edgc.control.policies.cqm", "experiments.spec.settings"} < names
     for package in ("paper_figures", "experiments.analyse", "experiments.evaluation", "experiments.verdicts"):
         assert not any(name.startswith(package) for name in names)
+    assert "edgc.strategies.diloco" not in names, "no rank has a strategy"
+    assert {"edgc.strategies.diloco", "edgc.rehearsal.rehearsal", "experiments.training.loop"} < source.closure(REHEARSAL)
     assert "experiments.spec.matrix" not in names
     assert "experiments.data.tokenizer" in source.closure(DATA)
     assert all(source.path_of(name).is_file() for name in names)
@@ -73,7 +75,7 @@ def test_the_code_of_a_record(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_names_all_code_that_worked_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     today = ["a"]
-    monkeypatch.setattr(provenance, "training_code", lambda: today[0])
+    monkeypatch.setattr(provenance, "training_code", lambda driver: today[0])
     assert provenance.code_so_far(tmp_path) == "a"
     today[0] = "b"
     assert provenance.code_so_far(tmp_path) == "b", "nothing of a run without a checkpoint is left"

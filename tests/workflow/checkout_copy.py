@@ -15,6 +15,7 @@ from pathlib import Path
 
 from experiments.common.figures import BENCHMARKS
 from experiments.common.source import constant, training_code
+from experiments.spec import matrix
 
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,8 @@ PROGRAMS = {
         time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
         folder = scale() / option("--study") / option("--run")
         write(folder, "run.yaml", "metrics.jsonl", "summary.json", "status")
-        (folder / "run.yaml").write_text(f"provenance: {{code: {CODE}}}\\n")
+        code = CODES.get(f"{option('--study')}/{option('--run')}", CODES[""])
+        (folder / "run.yaml").write_text(f"provenance: {{code: {code}}}\\n")
     """,
     "experiments/analyse/__main__.py": """
         from experiments.spec import matrix
@@ -166,11 +168,13 @@ def make_checkout(path: Path) -> Checkout:
     (path / KEPT).mkdir(parents=True)
     for name in BENCHMARKS["bench_network"]:
         (path / KEPT / name).write_text("seconds\n1\n")
+    # The code of training is that of this checkout: no program of it is a stand-in.
+    runs = [run for runs in matrix.all_runs("ci")[0].values() for run in runs if run.driver != "processes"]
+    codes = {"": training_code()} | {f"{run.study}/{run.name}": training_code(run.driver) for run in runs}
     for module, body in PROGRAMS.items():
         # Which tables a program writes is read from its file.
         declared = {name: constant(path / module, name) for name in ("RESULTS", "DETAILS")}
         lines = "".join(f"{name} = {value!r}\n" for name, value in declared.items() if value)
-        # The code of training is that of this checkout: no program of it is a stand-in.
-        code = f"CODE = {training_code()!r}\n"
+        code = f"CODES = {codes!r}\n"
         (path / module).write_text(code + lines + HEADER + textwrap.dedent(body))
     return Checkout(path)

@@ -40,7 +40,8 @@ try:
     EVALUATIONS = {name: matrix.evaluation(name, SCALE) for name, study in STUDIES.items() if study.needs}
     from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption  # reads their files
 
-    TRAINING_CODE, DATA_CODE = source.training_code(), source.data_code()
+    TRAINING_CODE = {driver: source.training_code(driver) for driver in ("processes", "rehearsal")}
+    DATA_CODE = source.data_code()
 except UserError as error:
     stop(error)
 
@@ -142,6 +143,11 @@ def data_files(run):
     """The prepared data of a run. ``data.yaml`` has the checksums of the others, which may be too large to be read."""
     first, *others = (f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES)
     return [first, *map(ancient, others)]
+
+
+def run_cores(run):
+    """Cores of a run on one machine."""
+    return 1 if run.driver == "rehearsal" else max(2, run.processes)
 
 
 def run_settings(study, run):

@@ -40,7 +40,7 @@ rule train:
     # A core for each process, so that runs side by side do not disturb each other's timings; Snakemake cuts it down
     # to the machine.
     # Under Slurm they are those of one node, and a task is the launcher of one node.
-    threads: lambda w: slurm_job(w).cpus if ON_SLURM else max(2, RUNS[w.study][w.run].parallel.world)
+    threads: lambda w: slurm_job(w).cpus if ON_SLURM else run_cores(RUNS[w.study][w.run])
     resources:
         **TRAINING,
         # Not a parameter: a run is not made again because it would be started in another way.
@@ -48,7 +48,7 @@ rule train:
     params:
         scale=SCALE,
         results=subpath(output[0], ancestor=4),
-        code=lambda w: recorded_or(f"{w.study}/{w.run}/run.yaml", TRAINING_CODE),
+        code=lambda w: recorded_or(f"{w.study}/{w.run}/run.yaml", TRAINING_CODE[RUNS[w.study][w.run].driver]),
         settings=lambda w: run_settings(w.study, w.run),
     # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes.
     shell:

@@ -1,0 +1,72 @@
+"""Runs of one process: the losses, bytes and files of the same run by processes, refusals, and resumed runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.training.outputs import read_events
+from tests.integration.launching import Launcher, changed, launcher, prepared, repeatable, wait_for_steps
+
+__all__ = ["launcher", "prepared"]  # fixtures
+
+EDGC = {"method": "edgc", "policy": "cqm", "window": 3, "r_max": 8, "r_min": 2, "rank_multiple": 2}
+EDGC |= {"warmup_fraction": 0.3, "warmup_limit_fraction": 0.3, "min_compression_elements": 64}
+EDGC |= {"entropy": {"iteration_rate": 1.0}}
+
+
+def replicas(variant: str, **sections: Any) -> dict[str, Any]:
+    train = {"iterations": 12, "micro_batch": 1, "clip_grad": 0.5, **sections.pop("train", {})}
+    return changed(variant=variant, parallel={"pipeline": 1, "data": 2}, train=train, **sections)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [("none", {}), ("edgc", {"compression": EDGC}), ("muon", {"train": {"optimizer": "muon", "matrix_lr": 0.02}})],
+)
+def test_two_replicas_train_alike_in_one_process_and_in_two(launcher: Launcher, name: str, sections: Any) -> None:
+    runs = [replicas(f"{name}_{driver}", driver=driver, **sections) for driver in ("processes", "rehearsal")]
+    two, one = [launcher.finish(run) for run in runs]
+    assert repeatable(one) == repeatable(two), "bit for bit"
+    stages = [[event["stages"] for event in read_events(folder / "metrics.jsonl", "step")] for folder in (one, two)]
+    measured = ("rank", "entropy", "bytes", "worker_error", "mean_error", "error_feedback_ratio")
+    for here, there in zip(*stages, strict=True):
+        assert [here[0][key] for key in measured] == [there[0][key] for key in measured]
+    assert (stages[0][-1][0]["rank"] is not None) == (name == "edgc"), "compressed at the end"
+    starts = [read_events(folder / "metrics.jsonl", "start")[0] for folder in (one, two)]
+    assert starts[0]["bytes_dense"] == starts[1]["bytes_dense"] and starts[0]["world"] == starts[1]["world"] == 2
+    decisions = [read_events(folder / "metrics.jsonl", "decision") for folder in (one, two)]
+    assert decisions[0] == decisions[1] and bool(decisions[0]) == (name == "edgc")
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, two)]
+    assert summaries[0].keys() == summaries[1].keys()
+
+
+def test_a_rehearsed_run_that_was_killed_goes_on_as_if_it_never_stopped(launcher: Launcher) -> None:
+    diloco = {"name": "diloco", "every": 5}
+    values = replicas("diloco", driver="rehearsal", strategy=diloco, train={"iterations": 40, "checkpoint_interval": 3})
+    process = launcher.start({**values, "variant": "killed"})
+    killed = launcher.path({**values, "variant": "killed"})
+    wait_for_steps(killed, 8)
+    process.kill()
+    process.communicate()
+    assert not (killed / "status").exists()
+    whole, resumed = launcher.finish(values), launcher.finish({**values, "variant": "killed"})
+    assert repeatable(resumed) == repeatable(whole)
+    assert json.loads((resumed / "summary.json").read_text())["iterations"] == 40
+    record = yaml.safe_load((resumed / "run.yaml").read_text())
+    assert record["provenance"]["resumed_at"][0] >= 6 and record["strategy"] == diloco
+    sent = [event["bytes"] for event in read_events(whole / "metrics.jsonl", "step")]
+    [start] = read_events(whole / "metrics.jsonl", "start")
+    assert sent == [start["bytes_dense"] if step % 5 == 0 else 0 for step in range(1, 41)]
+
+
+def test_what_only_the_built_replicas_tell_is_one_line(launcher: Launcher) -> None:
+    """SparseLoCo sends in a format of its own."""
+    values = replicas("refused", driver="rehearsal", strategy="sparseloco", compression={"method": "bf16"})
+    code, stderr = launcher.run(values)
+    [line] = stderr.splitlines()
+    assert code == 2 and line.startswith("error: strategy sparseloco sends in a format of its own"), stderr
+    assert not launcher.path(values).exists()
