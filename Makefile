@@ -122,6 +122,12 @@ bench-race: venv ## train over limited links until a validation loss is reached,
 bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed
 	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)
 
+.PHONY: bytes
+bytes: venv ## count and compute what every method and strategy sends among 2 to 256 replicas (docs/library/bytes.md)
+	@$(PY) -m experiments.simulation.bytes_sent --out results/reference/rehearsal/bytes_sent.csv
+	@$(PY) -m paper_figures bytes_sent --results results/reference/rehearsal --out build/bytes
+	@install -D -m 644 build/bytes/bytes_sent.png results/reference/rehearsal/figures/bytes_sent.png
+
 # What each part of `make gpu` may take in seconds, and what the Python then runs.
 PARTS ?= tests engine stage step
 ON_GPU = --device cuda $(if $(FULL),,--quick) --results '$(RESULTS)/bench'

@@ -51,11 +51,13 @@ class StrategyExample:
         sent: bytes that each of ``world`` replicas sends a step, on average, for fp32 parameters of these shapes.
         settings: of the strategy.
         compression: of what it sends.
+        embeddings_in_full: whether embeddings are averaged as they are: ``sent`` takes each as one row of entries.
     """
 
     sent: Callable[[Sequence[Sequence[int]], int], float]
     settings: Mapping[str, Any] = field(default_factory=dict)
     compression: Mapping[str, Any] = field(default_factory=dict)
+    embeddings_in_full: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

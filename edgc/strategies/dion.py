@@ -52,7 +52,7 @@ class DionConfig(StrategyConfig):
 
     name = "dion"
     equal = "step"
-    examples = {"dion": StrategyExample(_sent)}
+    examples = {"dion": StrategyExample(_sent, embeddings_in_full=True)}
 
     fraction: float = 0.25
     momentum: float = 0.95

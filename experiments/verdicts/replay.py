@@ -54,8 +54,9 @@ def figures(
     ones, of benchmarks, too."""
     alone = [name for name, needed in FIGURES.items() if set(needed) <= set(studies)]
     yield from redraw(FIGURES if others else alone, reference, scratch, write=write, new=alone if write else ())
-    for machine in sorted((reference.parent / "bench").glob("*/")) if others else ():
-        yield from redraw(BENCHMARKS, machine, scratch / machine.name, write=write)
+    folders = [*sorted((reference.parent / "bench").glob("*/")), reference.parent / "rehearsal"]
+    for folder in folders if others else ():
+        yield from redraw(BENCHMARKS, folder, scratch / folder.name, write=write)
 
 
 def redraw(

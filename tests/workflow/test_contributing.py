@@ -1,9 +1,11 @@
-"""What CONTRIBUTING.md tells to do for a study, a figure and a scale, done literally in a copy of the checkout."""
+"""What CONTRIBUTING.md tells to do for a study, a figure, a scale and a strategy, done literally in a copy of the
+checkout."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,25 @@ def test_the_scale_has_settings_that_fit(followed: Checkout) -> None:
     assert done.returncode == 0, done.stdout
     assert len(list(itertools.filterfalse(lambda line: "-s1" not in line, done.stdout.splitlines()))) == 3
     assert "DP2" in done.stdout and "method=edgc" in done.stdout
+
+
+STRATEGY = Path(__file__).with_name("post_local_sgd.py")  # none of the library's
+
+
+def test_a_strategy_of_one_file_is_found_and_held_to_the_laws(tmp_path: Path) -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Add a strategy\n")[2]
+    told, _, tests = section.partition("\n## ")[0].strip().partition("\n\n`pytest ")
+    assert len([line for line in told.splitlines() if line]) <= LINES
+    file, *_ = re.findall(r"`([^`]+)`", told)
+    command = tests.partition("`")[0].replace("<name>", STRATEGY.stem).split()
+    names = set(re.findall(r"`(\w+)(?:\(\))?`", told)) - {"LocalUpdates", "MomentumStrategy", "engine", "own_state"}
+    assert {name for name in names if name not in STRATEGY.read_text(encoding="utf-8")} == set(), "it does not follow"
+    skipped = shutil.ignore_patterns("__pycache__", "integration", "workflow", "docs", "slurm", "gpu")
+    for folder in ("edgc", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=skipped)
+    place = tmp_path / file.replace("<name>", STRATEGY.stem)
+    assert not place.exists()
+    shutil.copy(STRATEGY, place)
+    done = Checkout(tmp_path).run("pytest", *command, "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 7, done.stdout
