@@ -20,7 +20,6 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgc.checks import require
 from edgc.compressors.base import Compressor
 from edgc.compressors.bits import pack_bits, unpack_bits
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
@@ -49,13 +48,10 @@ class MajorityConfig(EntrywiseConfig):
         "majority signum": Example(lambda m, n: m * n / 8 + 4, {"momentum": 0.9}, bound=2.0),
     }
 
-    def _check(self) -> None:
-        super()._check()
-        require(not self.error_feedback, "error_feedback", self.error_feedback, "use method: sign")
-
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
-        return {key: fix for key, fix in super().idle(values).items() if key != "momentum"}
+        others = {key: fix for key, fix in super().idle(values).items() if key != "momentum"}
+        return {"error_feedback": "use method: sign"} | others
 
     def build(self) -> Compressor:
         return Majority(self, self.momentum)

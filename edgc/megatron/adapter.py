@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,6 +24,27 @@ from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.megatron.strategy import StrategyHandle, refuse
 from edgc.runtime.groups import gather_objects
 from edgc.strategies.base import StrategyConfig
+
+
+@overload
+def attach(
+    model_chunks: Sequence[DistributedDataParallel] | DistributedDataParallel,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    optimizer: Any = None,
+    observer: Observer | None = None,
+) -> Attachment: ...
+@overload
+def attach(
+    model_chunks: Sequence[DistributedDataParallel] | DistributedDataParallel,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    optimizer: Any = None,
+    observer: Observer | None = None,
+    strategy: StrategyConfig | None,
+) -> Attachment | StrategyHandle: ...
 
 
 def attach(

@@ -134,7 +134,7 @@ class Rehearsal:
                 engine.observer = lambda iteration, gradients, rank=rank: observer(rank, iteration, gradients)
         self._recuts = buckets is None  # after the first backward
         # As DDP has them until it knows how backward goes.
-        self._buckets = [[*bucket] for bucket in buckets or [self._parameters[0]]]
+        self._buckets = [[*bucket] for bucket in buckets or [list(self._parameters[0])]]
         self._generators = [torch.device("cpu")]  # devices whose generators a model draws from
         if self.device.type == "cuda":
             self._generators.append(self.device)
