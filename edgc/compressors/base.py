@@ -368,6 +368,11 @@ def finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack(ends if alike else [end.double() for end in ends]).isfinite().all()
 
 
+def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of every tensor."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 def within(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)

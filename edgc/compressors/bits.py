@@ -30,5 +30,23 @@ def unpack_numbers(packed: Tensor, width: int, count: int) -> Tensor:
     return (bits.long() << torch.arange(width, device=packed.device)).sum(2)
 
 
+def fold_quarters(codes: Tensor, bytes_of: Tensor) -> Tensor:
+    """Whole numbers of 2, 4 or 8 bits, the four quarters of a block [..., 4, n], as [..., 4, n] of which the first
+    1, 2 or 4 count: ``bytes_of`` [...]."""
+    a, b, c, d = codes.unbind(-2)
+    one, two = (bytes_of[..., None] == width for width in (1, 2))
+    first = torch.where(one, a | b << 2 | c << 4 | d << 6, torch.where(two, a | c << 4, a))
+    return torch.stack([first, torch.where(two, b | d << 4, b), c, d], -2)
+
+
+def unfold_quarters(folded: Tensor, bytes_of: Tensor) -> Tensor:
+    """The inverse of :func:`fold_quarters`."""
+    a, b, *_ = folded.unbind(-2)
+    one, two = (bytes_of[..., None, None] == width for width in (1, 2))
+    half = torch.stack([a & 15, b & 15, a >> 4, b >> 4], -2)
+    quarter = torch.stack([a & 3, a >> 2 & 3, a >> 4 & 3, a >> 6], -2)
+    return torch.where(one, quarter, torch.where(two, half, folded))
+
+
 def _places(tensor: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=tensor.device)

@@ -208,6 +208,41 @@ class Voted:
         return (vote.sign() * self.momenta.abs().mean()).view(ROWS, COLUMNS)
 
 
+class Widths:
+    """DynamiQ's block widths, rounding to the nearest: 5 bits an entry, of which 0.8125 are means, norms and steps."""
+
+    follows = False
+
+    def __init__(self, world: int) -> None:
+        self.errors, self.count = torch.zeros(world, ROWS, COLUMNS), -(-ROWS * COLUMNS // (256 * world))
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        world, entries = len(gradients), ROWS * COLUMNS
+        flat = torch.stack(list(gradients)).view(world, -1)
+        x = torch.nn.functional.pad(flat, (0, 256 * self.count * world - entries)).view(world, world, -1, 256)
+        middle = x.mean((0, 3))[..., None]
+        bits = [self.bits(shard) for shard in x.norm(dim=3).mean(0).square().tolist()]
+        sent = torch.stack([self.rounded(own - middle, bits) for own in x])
+        result = self.rounded(sent.mean(0), bits) + middle
+        return result.view(-1)[:entries].view(ROWS, COLUMNS)
+
+    def bits(self, squares: list[float]) -> list[int]:
+        """By the lowest threshold of all that a norm can be on either side of."""
+        found = []
+        for t in (*sorted(s * factor for s in squares if s for factor in (1, 512 / 17)), float("inf")):
+            found = [8 if s >= t else 2 if s * (512 / 17) <= t else 4 for s in squares]
+            if sum(found) <= 2 * int(self.count * (5 - 0.8125) / 2):
+                break
+        return found
+
+    def rounded(self, x: Tensor, bits: list[list[int]]) -> Tensor:
+        top = x.unflatten(2, (16, 16)).abs().amax(3)
+        coarse = (top.amax(2).float() * ((1 + 2**-7) / 255)).bfloat16().double()[..., None]
+        levels = 2.0 ** (torch.tensor(bits)[..., None] - 1) - 1
+        step = ((top / coarse).nan_to_num(0, 0, 0).ceil() * coarse / levels).repeat_interleave(16, 2)
+        return torch.minimum((x / step + 0.5).nan_to_num(0, 0, 0).floor(), levels) * step
+
+
 REFERENCES: dict[str, tuple[dict[str, Any], Callable[[int], Reference]]] = {
     "e4m3": ({"method": "quantize", "format": "e4m3"}, lambda world: Rounded(world, to_e4m3, 64)),
     "hadamard": (
@@ -231,6 +266,7 @@ REFERENCES: dict[str, tuple[dict[str, Any], Callable[[int], Reference]]] = {
         lambda world: Refreshed(world, 3, 6),
     ),
     "majority": ({"method": "majority", "momentum": 0.9}, lambda world: Voted(world, 0.9)),
+    "dynamiq": ({"method": "dynamiq"}, Widths),
 }
 
 
@@ -238,7 +274,9 @@ REFERENCES: dict[str, tuple[dict[str, Any], Callable[[int], Reference]]] = {
 @pytest.mark.parametrize("name", REFERENCES)
 def test_twenty_steps_are_those_of_the_paper(name: str, world: int) -> None:
     settings, reference = REFERENCES[name]
-    workers = [EDGCConfig.from_dict(settings).build() for _ in range(world)]
+    workers: list[Any] = [EDGCConfig.from_dict(settings).build() for _ in range(world)]
+    for worker in workers:
+        worker.draws_at_random = False
     expected_of = reference(world)
     for step in range(STEPS):
         every = [gradient(step, worker) for worker in range(world)]
@@ -262,6 +300,19 @@ def test_every_method_with_error_feedback_has_ef21() -> None:
         assert isinstance(kind(error_feedback=True, ef21=True, **needed).build(), Estimates), kind
 
 
+def test_of_an_unused_gradient_ef21_sends_nothing() -> None:
+    workers: list[Any] = [EDGCConfig.from_dict(REFERENCES["ef21 top-k"][0]).build() for _ in range(2)]
+    for step in range(3):
+        before = [{key: of["p"].clone() for key, of in worker.state_dict().items() if of} for worker in workers]
+        given = [[Gradient("p", gradient(step, rank).float(), unused=step == rank + 1)] for rank in range(2)]
+        reduce_together(workers, given, 3)
+        workers[1].take_back("p", given[1][0].tensor)
+    kept, last = workers[1].kept["p"], workers[1].velocities["p"]
+    assert torch.equal(kept, before[1]["errors"]) and torch.equal(last, before[1]["velocities"])
+    sent = workers[0].velocities["p"] - before[0]["velocities"] + before[0]["errors"] - workers[0].kept["p"]
+    torch.testing.assert_close(given[1][0].tensor, before[1]["estimates"] + sent / 2)
+
+
 # Bytes that a rank of W sends for an fp32 matrix of n entries: shares of those of methods.md's table.
 BYTES: dict[str, Callable[[int, int, int], float]] = {
     "e4m3": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 + 2 / 64),
@@ -271,12 +322,13 @@ BYTES: dict[str, Callable[[int, int, int], float]] = {
     "ef21 powersgd": lambda world, m, n: 2 * (world - 1) / world * 4 * 3 * (m + n),
     "refreshed": lambda world, m, n: 2 * (world - 1) / world * 4 * 3 * (m + n),
     "majority": lambda world, m, n: 2 * (world - 1) / world * (m * n / 8 + 4),
+    "dynamiq": lambda world, m, n: 2 * (world - 1) / world * m * n * 5 / 8,
 }
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bytes_are_those_of_the_formula(world: int) -> None:
-    shape = (64, 128)
+    shape = (256, 256)
     for name, formula in BYTES.items():
         workers = [EDGCConfig.from_dict(REFERENCES[name][0]).build() for _ in range(world)]
         given = [[Gradient("p", gradient(0, worker, shape).float())] for worker in range(world)]
@@ -284,3 +336,23 @@ def test_bytes_are_those_of_the_formula(world: int) -> None:
         said = [statistics.bytes for statistics in reduce_together(workers, given, 3)]
         counted = [sum(sent.values()) - was for sent, was in zip(room(world).sent, before, strict=True)]
         assert said == counted == [formula(world, *shape)] * world, name
+
+
+def test_widths_of_blocks_are_unbiased_and_pay_where_norms_differ() -> None:
+    """The mean of many draws nears the mean of the workers; one draw is nearer to it than with four bits everywhere."""
+    spread = torch.randn(ROWS * 16, 1, generator=torch.Generator().manual_seed(0)).mul(1.5).exp()
+    every = [spread * gradient(0, worker, (ROWS * 16, 16 * 16)) for worker in range(2)]
+    mean, apart = torch.stack(every).mean(0), {}
+    for name, settings in {
+        "dynamiq": {"method": "dynamiq"},
+        "int4": {"method": "quantize", "bits": 4, "rounding": "stochastic"},
+    }.items():
+        workers, total = [EDGCConfig.from_dict(settings).build() for _ in every], torch.zeros_like(mean)
+        for _ in range(draws := 16):
+            given = [[Gradient("p", each.float())] for each in every]
+            reduce_together(workers, given, 4)
+            total += given[0][0].tensor
+        one, many = (float((x - mean).norm() / mean.norm()) for x in (given[0][0].tensor, total / draws))
+        assert many < 1.5 * one / draws**0.5, name
+        apart[name] = one**2
+    assert apart["dynamiq"] < apart["int4"] / 5

@@ -40,6 +40,7 @@ from edgc.compressors.base import (
     KeepsErrors,
     Statistics,
     Steps,
+    clones,
     compressible,
     finite,
     kept_of,
@@ -362,25 +363,21 @@ class Feedback(KeepsErrors):
             velocity.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        velocities = {"velocities": _clones(self.velocities.tensors)} if self.velocities.momentum else {}
-        return {"errors": _clones(self.errors), "counts": dict(self.counts), **velocities}
+        velocities = {"velocities": clones(self.velocities.tensors)} if self.velocities.momentum else {}
+        return {"errors": clones(self.errors), "counts": dict(self.counts), **velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         momentum = self.velocities.momentum > 0
         need(state, ("errors", "counts", *(["velocities"] if momentum else [])), "compressor")
-        self.errors = _clones(state["errors"]) if self.error_feedback else {}
+        self.errors = clones(state["errors"]) if self.error_feedback else {}
         self.counts, self.held = dict(state["counts"]), {}
-        self.velocities.tensors = _clones(state["velocities"]) if momentum else {}
+        self.velocities.tensors = clones(state["velocities"]) if momentum else {}
 
 
 def _square_sum(vector: Tensor) -> float | Tensor:
     """The squared norm of a flat fp32 vector; on a GPU a tensor, so that nobody waits for it."""
     total = square_sums([vector.view(1, 1, -1)])[0][0]
     return float(total) if host_decides(vector.device) else total
-
-
-def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _tensors(gradients: Iterable[Gradient]) -> Iterable[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edgc.checks import need
-from edgc.compressors.base import Gradient, seeded, square_sums
+from edgc.compressors.base import Gradient, clones, seeded, square_sums
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.compressors.powersgd.passes import RIGHT, TINY_SQ, Group, batch_view
 from edgc.errors import UserError
@@ -214,8 +214,8 @@ class State:
     def to_dict(self) -> dict[str, Any]:
         """A copy of everything."""
         return {
-            "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
-            "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
+            "errors": clones(self.errors),
+            "factors": clones(self.factors),
             "sides": dict(self.sides),
             "draws": dict(self.draws),
             "since": dict(self.since),
@@ -234,7 +234,7 @@ class State:
         self.errors.clear()
         self.errors.update({name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()})
         both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
-        self._factors = {name: tensor.clone() for name, tensor in state["factors"].items()} if both else {}
+        self._factors = clones(state["factors"]) if both else {}
         self._sides = dict(state["sides"]) if self.one_sided else {}
         self._turning = {}
         self.draws, self.since = dict(state["draws"]), dict(state.get("since", {}))
