@@ -39,7 +39,8 @@ def test_training_follows_the_library_and_not_figures_evaluation_or_studies() ->
     for package in ("paper_figures", "experiments.analyse", "experiments.evaluation", "experiments.verdicts"):
         assert not any(name.startswith(package) for name in names)
     assert "edgc.strategies.diloco" not in names, "no rank has a strategy"
-    assert {"edgc.strategies.diloco", "edgc.rehearsal.rehearsal", "experiments.training.loop"} < source.closure(REHEARSAL)
+    rehearsal = source.closure(REHEARSAL)
+    assert {"edgc.strategies.diloco", "edgc.rehearsal.rehearsal", "experiments.training.loop"} < rehearsal
     assert "experiments.spec.matrix" not in names
     assert "experiments.data.tokenizer" in source.closure(DATA)
     assert all(source.path_of(name).is_file() for name in names)
