@@ -64,6 +64,7 @@ reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PIPELINE) all
 	@$(KEEP)
 	@$(KEEP) --study window_ablation
+	@$(KEEP) --study strategies
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
 .PHONY: keep

@@ -14,7 +14,9 @@ import pandas as pd
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from edgc.strategies.base import StrategyConfig
 from experiments.common.yaml_settings import load_yaml
+from experiments.spec.settings import EVERY_STEP
 from experiments.training import outputs
 
 FILES = (*outputs.NAMES, "tensors.parquet", "spectra.parquet", "sampling.parquet")  # what the analysis reads
@@ -60,6 +62,12 @@ class Run:
         """The compression settings, defaults filled in."""
         return EDGCConfig.from_record(self.compression, where=self.path / "run.yaml", prefix="compression.")
 
+    @cached_property
+    def strategy(self) -> StrategyConfig:
+        """Settings of what replicas exchange, and when, defaults filled in."""
+        values = self.config.get("strategy") or EVERY_STEP
+        return StrategyConfig.from_dict(values, where=self.path / "run.yaml", prefix="strategy.")
+
     @property
     def method(self) -> str:
         return str(self.compression.get("method", "none"))
@@ -77,7 +85,7 @@ class Run:
     def plain(self) -> bool:
         """Training as without EDGC: nothing compressed between replicas or stages, all reduced as usual."""
         other = self.setting("pipeline.rank") is not None or self.setting("fused_embedding", False)
-        return self.method == "none" and not other
+        return self.method == "none" and not other and self.strategy.name == EVERY_STEP
 
     @property
     def ok(self) -> bool:

@@ -123,6 +123,7 @@ def training_job(run: RunConfig, resources: Resources) -> Job:
     nodes = nodes_for(run.processes, resources.gpus_per_node)
     ranks = run.processes // nodes
     share = parameters(run) / (parallel.tensor * parallel.pipeline)
+    share *= parallel.world / run.processes  # replicas that one process holds
     estimate = ranks * (MEGABYTES_PER_RANK + share * BYTES_PER_PARAMETER / 1e6)
     gpus = ranks if resources.gpus_per_node else 0
     return Job(

@@ -282,6 +282,7 @@ def main(study: Annotated[str, typer.Option()], scale: Annotated[str, typer.Opti
     for run in runs(study, scale):
         model, parallel = run.model, run.parallel
         compression = " ".join(f"{key}={value}" for key, value in run.compression.items())
+        compression += "".join(f" strategy.{key}={value}" for key, value in run.strategy.items())
         layout = f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}"
         shape = f"{model.architecture} {model.layers}x{model.hidden}"
         print(f"{run.name:24} {shape:14} {layout:12} {run.train.iterations:6} iterations  {compression}")

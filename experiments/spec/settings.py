@@ -161,16 +161,6 @@ class TrainConfig(Recorded):
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     matrix_lr: float | None = Field(None, gt=0.0)
 
-    @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
-        if self.optimizer == "adamw" and self.matrix_lr is not None:
-            raise ValueError("matrix_lr is not adamw's; leave it out, or set optimizer")
-        if self.optimizer == "muon" and (self.precision != "fp32" or self.distributed_optimizer):
-            raise ValueError(
-                "optimizer = muon steps whole fp32 matrices; set precision: fp32, distributed_optimizer: false"
-            )
-        return self
-
 
 class ProbeConfig(Settings):
     """Records of studies of gradients, beside the loss: every ``every`` iterations (0 = never).
@@ -301,8 +291,13 @@ class RunConfig(Recorded):
             raise ValueError("follows and branch need compression.method = edgc; leave them out")
         if model.architecture == "bert" and (parallel.pipeline > 1 or parallel.tensor > 1):
             raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")
+        if train.optimizer == "adamw" and train.matrix_lr is not None:
+            raise ValueError("train.matrix_lr is not used with train.optimizer = adamw; leave it out")
         if train.optimizer == "muon" and parallel.tensor > 1:
             raise ValueError("train.optimizer = muon steps whole matrices; set parallel.tensor: 1")
+        if train.optimizer == "muon" and (train.precision != "fp32" or train.distributed_optimizer):
+            fix = "set train.precision: fp32 and train.distributed_optimizer: false"
+            raise ValueError(f"train.optimizer = muon steps whole matrices in fp32; {fix}")
         if self.driver == "rehearsal":
             self._check_rehearsal()
         elif self.strategy:
@@ -320,7 +315,8 @@ class RunConfig(Recorded):
             ("parallel.pipeline", parallel.pipeline, 1),
             ("parallel.tensor", parallel.tensor, 1),
             ("parallel.expert", parallel.expert, 1),
-            ("model.dropout", self.model.dropout, 0.0),  # whose random numbers replicas do not share there
+            ("model.dropout", self.model.dropout, 0.0),  # whose random numbers replicas share, as processes
+            ("model.experts", self.model.experts, None),  # whose own loss Megatron's schedule scales
             ("train.precision", train.precision, "fp32"),
             ("train.distributed_optimizer", train.distributed_optimizer, False),
             ("train.overlap_grad_reduce", train.overlap_grad_reduce, False),
@@ -330,7 +326,7 @@ class RunConfig(Recorded):
         ):
             if value != needed:
                 fix = "leave it out" if needed is None else f"set it to {str(needed).lower()}"
-                raise ValueError(f"{key} = {value} is not rehearsed; {fix}, or driver: processes")
+                raise ValueError(f"{key} = {value} is not rehearsed; {fix}, or set driver: processes")
 
 
 class LayerMatrices(NamedTuple):

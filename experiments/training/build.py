@@ -239,6 +239,9 @@ def _muon(run: RunConfig, chunks: Sequence[Any], config: OptimizerConfig) -> Cha
             "min_lr": group["lr"] * train.min_lr / train.lr,
             "wd_mult": group["weight_decay"] / train.weight_decay if train.weight_decay else 1.0,
             "default_config": "betas" in group,  # has the rate that is logged
+            # With what Megatron tells groups apart when it loads them.
+            "lr_mult": group["lr"] / train.lr,
+            "is_decoupled_lr": "betas" not in group,
             "is_expert_parallel": False,
         }
 

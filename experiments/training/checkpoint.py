@@ -29,6 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from edgc.checkpoints import manifest, rank_files
 from edgc.errors import UserError
 from edgc.megatron import checkpoint
+from edgc.optimizers import MuonAndAdamW
 from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec.settings import RunConfig
@@ -216,8 +217,13 @@ def _restore_steps(optimizer: Any) -> None:
     """Tell torch's Adam how many steps it has made.
 
     Megatron reads the number into the groups of parameters alone, and gives all parameters one tensor for it, still at
-    zero, to which Adam would add in place.
+    zero, to which Adam would add in place. To Muon's matrices it gives a number that they do not have.
     """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, MuonAndAdamW):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"] if "betas" not in group else ():
+                    part.optimizer.state[parameter].pop("step", None)
     for adam, group in _adam_groups(optimizer):
         steps = float(group.pop("step"))
         for parameter in group["params"]:
