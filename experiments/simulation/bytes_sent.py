@@ -61,7 +61,8 @@ class Small(nn.Module):
 
 def small() -> list[ParameterTensor]:
     """Parameters of :class:`Small`."""
-    return [ParameterTensor(name, tuple(p.shape)) for name, p in Small().named_parameters()]
+    with torch.device("meta"):
+        return [ParameterTensor(name, tuple(p.shape)) for name, p in Small().named_parameters()]
 
 
 def gpt2() -> Tensors:
