@@ -94,7 +94,8 @@ class DeMo(MomentumStrategy):
         for (name, blocks), own, at, (v, i) in zip(self.blocks.items(), values, places, arrived, strict=True):
             kept = own.new_zeros((blocks.count, blocks.entries)).scatter_(1, at, own)
             self.own["momentum"][name].copy_(momenta[name].sub_(blocks.inverse(kept)))
-            mean = mean_of_senders(*(each.view(channel.world, *own.shape) for each in (v, i)), blocks.entries)
+            v, i = (each.view(channel.world, *own.shape) for each in (v, i))
+            mean = mean_of_senders(v, i, blocks.entries)
             gradients[name].copy_(blocks.inverse(mean).sign_())
         return True
 
