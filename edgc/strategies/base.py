@@ -65,8 +65,10 @@ class StrategyConfig(Settings):
     """Settings of a strategy; each strategy has a type of its own beside its rule, which is the choice.
 
     Attributes:
+        name: of the strategy; a type without one is a base of others.
         equal: when all replicas hold the same bits: after every ``step``, after every ``round``, or ``never``; then the
             mean of their weights is what is evaluated and saved.
+        examples: settings that the tests run, by a name that no other strategy has.
     """
 
     name: ClassVar[str] = ""
@@ -84,7 +86,16 @@ class StrategyConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | str, *, where: object = None, prefix: str = "") -> Self:
-        """Build from a mapping with the strategy's ``name`` among its keys, or from the name alone."""
+        """Build from a mapping with the strategy's ``name`` among its keys, or from the name alone; a mapping without
+        one is of this type, and of ``every_step`` where this is a base.
+
+        Args:
+            where: file of the settings, for errors.
+            prefix: of their names there.
+
+        Raises:
+            UserError: there is no such strategy or key, or a value is not valid.
+        """
         values = {"name": values} if isinstance(values, str) else dict(values)
         kinds = {kind.name: kind for kind in strategies() if issubclass(kind, cls)}
         name = values.pop("name", cls.name or "every_step")
@@ -96,6 +107,7 @@ class StrategyConfig(Settings):
         return super(StrategyConfig, kind).from_dict(values, where=where, prefix=prefix)
 
     def to_dict(self) -> dict[str, Any]:
+        """All settings, with the strategy's ``name`` among them: what :meth:`from_dict` builds from."""
         return {"name": self.name, **super().to_dict()}
 
 
@@ -139,7 +151,11 @@ class Replica:
                 del self.optimizer.state[p]
 
     def refuse_compression(self, name: str) -> None:
-        """Refuse a method of compression, for a strategy of this name that sends in a format of its own."""
+        """Refuse a method of compression, for a strategy of this name that sends in a format of its own.
+
+        Raises:
+            UserError: there is one.
+        """
         if self.config.method != "none":
             what = f"strategy {name} sends in a format of its own, not by compression.method = {self.config.method!r}"
             raise UserError(what, fix="set compression.method: none")
@@ -191,7 +207,10 @@ class Strategy:
         return False
 
     def before_step(self, gradients: Mapping[str, Tensor]) -> Asked:
-        """What happens to the gradients, in place, before the optimizer steps.
+        """What happens to the gradients before the optimizer steps.
+
+        Args:
+            gradients: by parameter name, in the parameters' shapes; overwritten by what the optimizer is to see.
 
         Returns:
             False if the optimizer is not to step: the same answer on every replica.

@@ -47,7 +47,7 @@ class Chunks:
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Type of what is kept of a tensor: its own, or fp32 where that has more bits."""
+    """Type of what is kept and sent of a tensor: its own, or fp32 where that has more bits."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -10,8 +10,8 @@ code, bloc97/DeMo at 0e48145, ``demo.py``. At rate eta, with an orthonormal two-
 The code's blocks have the largest divisor of a side up to 64: 1 of a prime vocabulary. Here a side is cut in the fewest
 equal blocks of at most ``chunk``, the last padded with zeros: the same where 64 divides it.
 A coefficient is sent as an fp32 value and a 16-bit index, 6 bytes (the code's int64 indices make it 12). What a replica
-sends grows with W: 1.2 % of an fp32 all-reduce at 2, 150 % at 256. Messages are added in the order of ranks, so that
-replicas stay equal; they are assumed to have the same kind of GPU.
+sends grows with W: 1.2 % of an fp32 all-reduce at W = 2 and 150 % at W = 256, of matrices whose sides 64 divides.
+Messages are added in the order of ranks, so that replicas stay equal; they are assumed to have the same kind of GPU.
 """
 
 from __future__ import annotations
@@ -23,22 +23,14 @@ from dataclasses import dataclass
 from edgc.checks import number, require
 from edgc.lazy import Tensor, torch
 from edgc.strategies.base import Asked, Replica, StrategyConfig, StrategyExample, all_finite
-from edgc.strategies.momentum import MomentumStrategy, poison, wide
-
-
-def cut(side: int, chunk: int) -> tuple[int, int]:
-    """The fewest parts of at most ``chunk`` entries that cover a side: their number, and the entries of each."""
-    count = math.ceil(side / chunk)
-    return count, math.ceil(side / count)
+from edgc.strategies.chunks import Chunks, mean_of_senders, wide
+from edgc.strategies.momentum import MomentumStrategy, poison
 
 
 def _sent(shapes: Sequence[Sequence[int]], world: int) -> float:
     """Bytes a step of the default settings."""
-    sent = 0
-    for shape in shapes:
-        (count, size), (others, other) = cut(shape[0] if len(shape) > 1 else 1, 64), cut(shape[-1], 64)
-        sent += (world - 1) * 6 * count * others * min(32, size * other)
-    return sent
+    cuts = [Chunks(shape, 64, 64) for shape in shapes]
+    return (world - 1) * 6 * sum(each.count * min(32, each.entries) for each in cuts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,44 +94,27 @@ class DeMo(MomentumStrategy):
         for (name, blocks), own, at, (v, i) in zip(self.blocks.items(), values, places, arrived, strict=True):
             kept = own.new_zeros((blocks.count, blocks.entries)).scatter_(1, at, own)
             self.own["momentum"][name].copy_(momenta[name].sub_(blocks.inverse(kept)))
-            gradients[name].copy_(blocks.inverse(_mean_of_senders(v, i, kept)).sign_())
+            v, i = (each.view(channel.world, *own.shape) for each in (v, i))
+            mean = mean_of_senders(v, i, blocks.entries)
+            gradients[name].copy_(blocks.inverse(mean).sign_())
         return True
 
 
-def _mean_of_senders(values: Tensor, places: Tensor, like: Tensor) -> Tensor:
-    """Mean of each coefficient [blocks, entries] over the replicas that sent it, of values and places [W, n]."""
-    total, senders = torch.zeros_like(like), torch.zeros_like(like)
-    for value, place in zip(values, places, strict=True):
-        at = place.view(len(like), -1)  # no index twice in a row: nothing depends on the order in a scatter
-        total.scatter_add_(1, at, value.view_as(at).to(like.dtype))
-        senders.scatter_add_(1, at, torch.ones_like(at, dtype=like.dtype))
-    return total.div_(senders.clamp_(min=1))
-
-
-class Blocks:
-    """Cut of a parameter in ``count`` blocks of ``entries`` each, of which ``k`` are sent; a vector is one row."""
+class Blocks(Chunks):
+    """Cut of a parameter in blocks, of each of which ``k`` coefficients are sent; a vector is one row."""
 
     def __init__(self, parameter: Tensor, chunk: int, topk: int) -> None:
-        self.shape = parameter.shape
-        self.sides = (parameter.shape[0], parameter[0].numel()) if parameter.dim() > 1 else (1, parameter.numel())
-        self.counts, self.sizes = zip(*(cut(side, chunk) for side in self.sides), strict=True)
-        self.count, self.entries = math.prod(self.counts), math.prod(self.sizes)
+        super().__init__(parameter.shape, chunk, chunk)
         self.k = min(topk, self.entries)
         self.left, self.right = (cosines(size, parameter) for size in self.sizes)
 
     def transform(self, tensor: Tensor) -> Tensor:
         """Coefficients [count, entries]."""
-        (rows, columns), (high, broad) = self.counts, self.sizes
-        padding = (0, columns * broad - self.sides[1], 0, rows * high - self.sides[0])
-        padded = torch.nn.functional.pad(tensor.reshape(self.sides), padding)
-        blocks = padded.view(rows, high, columns, broad).transpose(1, 2)
-        return (self.left @ blocks @ self.right.T).reshape(self.count, self.entries)
+        return (self.left @ self.of(tensor).view(-1, *self.sizes) @ self.right.T).view(self.count, self.entries)
 
     def inverse(self, coefficients: Tensor) -> Tensor:
         """The parameter's shape again; what lies in the appended zeros is cut off."""
-        blocks = self.left.T @ coefficients.view(*self.counts, *self.sizes) @ self.right
-        whole = blocks.transpose(1, 2).reshape(self.counts[0] * self.sizes[0], -1)
-        return whole[: self.sides[0], : self.sides[1]].reshape(self.shape)
+        return self.whole(self.left.T @ coefficients.view(-1, *self.sizes) @ self.right)
 
 
 def cosines(size: int, like: Tensor) -> Tensor:

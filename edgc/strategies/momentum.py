@@ -16,6 +16,7 @@ from edgc.compressors.dense import dense_steps
 from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
 from edgc.strategies.base import Replica, Strategy
+from edgc.strategies.chunks import wide
 
 Named = dict[str, Tensor]
 
@@ -31,9 +32,7 @@ class MomentumStrategy(Strategy):
     """
 
     def __init__(self, name: str, replica: Replica) -> None:
-        if replica.config.method != "none":
-            fix = "set compression.method: none"
-            raise UserError(f"strategy {name} sends in a format of its own, not {replica.config.method}", fix=fix)
+        replica.refuse_compression(name)
         _refuse_momentum(name, replica.optimizer)
         self.replica, self.parameters = replica, replica.parameters
         self.shared: dict[str, Named] = {}
@@ -68,11 +67,6 @@ class MomentumStrategy(Strategy):
             for tensors in self.own.values():
                 for tensor in tensors.values():
                     tensor.zero_()
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """Type of what is kept and sent of a tensor: its own, or fp32 where that has more bits."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def poison(message: Tensor, gradients: Mapping[str, Tensor]) -> None:

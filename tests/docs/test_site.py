@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from lxml import html
 
+from edgc.strategies import strategies
 from tests.integration.test_report_browser import browser
 
 __all__ = ["browser"]  # a fixture
@@ -71,7 +72,9 @@ def test_the_readme_comes_first_and_every_page_of_docs_and_the_api_is_there(site
     names = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
     assert not [name for name in names if name.parts[0] != "templates" and not (site / name).is_file()]
     api = (site / "library" / "api.html").read_text(encoding="utf-8")
-    for name in ("edgc.config.EDGCConfig", "edgc.ddp.register", "edgc.megatron.attach", "edgc.errors.UserError"):
+    own = ["edgc.config.EDGCConfig", "edgc.ddp.register", "edgc.megatron.attach", "edgc.errors.UserError"]
+    own += ["edgc.rehearsal.rehearsal.Rehearsal", "edgc.optimizers.muon"]
+    for name in (*own, *(f"{kind.__module__}.{kind.__name__}" for kind in strategies())):
         assert f'id="{name}"' in api, name
 
 

@@ -47,12 +47,13 @@ class Environment:
 
     Args:
         extra: an extra of the wheel whose dependencies are there as well.
+        beside: a package that is there as well, with its dependencies, as of a user who has it.
 
     Raises:
         LookupError: a declared package is not installed where the tests run.
     """
 
-    def __init__(self, folder: Path, wheel: Path, extra: str = "") -> None:
+    def __init__(self, folder: Path, wheel: Path, extra: str = "", beside: str = "") -> None:
         venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
         self.folder = folder
         self.python = folder / "bin" / "python"
@@ -61,6 +62,9 @@ class Environment:
         (own,) = importlib.metadata.distributions(path=[str(self._packages)])
         found: dict[str, Distribution] = {}
         _follow(own, extra, found)
+        if beside:
+            found[canonicalize_name(beside)] = other = importlib.metadata.distribution(beside)
+            _follow(other, "", found)
         for distribution in found.values():
             _link(distribution, self._packages)
         self.distributions = sorted(found)

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DDP_PAGE = ROOT / "docs" / "library" / "ddp.md"
 MEGATRON_PAGE = ROOT / "docs" / "megatron.md"
+REHEARSAL_PAGE = ROOT / "docs" / "library" / "rehearsal.md"
 
 
 def block(holding: str, page: Path = DDP_PAGE) -> str:

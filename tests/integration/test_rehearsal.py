@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from edgc.config import EDGCConfig
 from edgc.rehearsal import Rehearsal
 from edgc.runtime.groups import gather_objects
 from tests import examples
-from tests.integration.readme import ROOT, block
 from tests.strategy_cases import ROWS, adamw, batch, distance, loss, network
 from tests.workers import run_workers
 
@@ -94,20 +89,3 @@ def test_four_replicas_are_as_four_processes_up_to_the_order_of_sums(name: str) 
     assert sent == there[1]
     assert losses == pytest.approx(there[0], rel=2e-3)
     assert distance(weights, there[2]) < 5e-2  # a sum in another order may move a code, and Adam goes by its sign
-
-
-def test_the_example_of_the_page(tmp_path: Path) -> None:
-    text = block("GPT2LMHeadModel", ROOT / "docs" / "library" / "rehearsal.md")
-    assert len(text.splitlines()) <= 30
-    program = tmp_path / "rehearse.py"
-    program.write_text(text, encoding="utf-8")
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0] - 0.3
-    share = re.search(r"([\d.]+)% of a dense all-reduce", done.stdout)
-    assert share is not None
-    assert float(share[1]) < 40
-    assert "error of the mean" in done.stdout

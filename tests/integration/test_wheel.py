@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.fresh_environment import ROOT, Environment, build_wheel
-from tests.integration.readme import MEGATRON_PAGE, block, check_ddp_example
+from tests.integration.readme import MEGATRON_PAGE, REHEARSAL_PAGE, block, check_ddp_example
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +65,23 @@ def test_a_rehearsal_runs_with_what_is_declared(library: Environment, tmp_path: 
     done = library.run("-m", "edgc.rehearsal", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 replicas, 1 steps" in done.stdout and "NumPy" not in done.stderr
+    told = library.run("-m", "edgc.rehearsal", "--help", folder=tmp_path)
+    assert told.returncode == 0 and {"--replicas", "--strategy", "--compare"} <= set(told.stdout.split()), told.stderr
+
+
+def test_the_rehearsal_example_runs_with_transformers_beside(wheel: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "environment", wheel, beside="transformers")
+    environment.check()
+    text = block("GPT2LMHeadModel", REHEARSAL_PAGE)
+    assert len(text.splitlines()) <= 30
+    (tmp_path / "rehearse.py").write_text(text, encoding="utf-8")
+    done = environment.run("rehearse.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.3
+    [share] = re.findall(r"([\d.]+)% of a dense all-reduce", done.stdout)
+    assert float(share) < 40
+    assert "8 replicas, 40 steps, 0 skipped" in done.stdout and "error of the mean" in done.stdout
 
 
 def test_the_megatron_example_runs_with_the_extra(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
