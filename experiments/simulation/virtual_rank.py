@@ -262,7 +262,9 @@ class VirtualRank:
             return stages
 
         with mock.patch.object(adapter, "gather_objects", gather_objects):
-            return attach(chunks, run.edgc, iterations=run.train.iterations)
+            attachment = attach(chunks, run.edgc, iterations=run.train.iterations)
+        assert isinstance(attachment, adapter.Attachment)
+        return attachment
 
     def _micro_batch(self, chunk: Any, ledger: Ledger) -> tuple[int, int]:
         """Forward and backward of one micro-batch: bytes held in between, and what the passes take on top."""

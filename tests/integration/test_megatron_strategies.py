@@ -16,11 +16,10 @@ from torch import Tensor
 
 from edgc import EDGCConfig
 from edgc.megatron import attach, cpu_shims
-from edgc.rehearsal import Rehearsal
 from edgc.runtime.groups import gather_objects
 from edgc.strategies import StrategyConfig
 from tests.integration.megatron_cases import Poison, configuration, copies, one, session_of, steps
-from tests.strategy_cases import EXAMPLES, batch, loss, network, settings_of
+from tests.strategy_cases import EXAMPLES, batch, loss, made, network, settings_of, sgd, weights
 from tests.workers import Cases, refused, same
 
 with cpu_shims.without_compiler():
@@ -50,63 +49,61 @@ def optimizer_of(kind: str, chunks: list[DistributedDataParallel], lr: float, **
     )
 
 
+def rehearsed(name: str, settings: StrategyConfig) -> list[dict[str, Any]]:
+    """What every replica of a rehearsal has after two rounds and a step."""
+    plain = lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0)  # noqa: E731
+    trained, _ = made(name, make=sgd if settings.equal == "step" else plain)
+    losses = [trained.step([batch(step, rank) for rank in range(2)]) for step in range(2 * settings.period + 1)]
+    facts = {"losses": losses, "mean": trained.mean_weights(), "shared": trained.strategies[0].shared_state()}
+    return [
+        {
+            **facts,
+            "weights": weights(trained, rank),
+            "bytes": sum(trained.room.sent[rank].values()),
+            "own": copy.deepcopy(trained.strategies[rank].own_state()),
+        }
+        for rank in range(2)
+    ]
+
+
 @case
 def as_rehearsed() -> None:
-    """Every strategy with two replicas of a small network is its rehearsal, bit for bit; both ranks of a replica hold
-    the same weights."""
-    config = session_of(configuration("small", NONE, parallel=TP2)).chunks[0].config
-    rank = parallel_state.get_data_parallel_rank()
-    found: dict[str, Any] = {}
-    for index, (name, (kind, example)) in enumerate(EXAMPLES.items()):
-        settings = settings_of(name)
-        if name == "every_step":
-            continue
-        sgd, compression = (
-            kind.equal == "step",
-            EDGCConfig.from_dict({"min_compression_elements": 1, **example.compression}),
+    """Every strategy with two replicas of a small network is its rehearsal, bit for bit."""
+    megatron = session_of(configuration("small", NONE, parallel=TP2)).chunks[0].config
+    replica = parallel_state.get_data_parallel_rank()
+    there: dict[str, list[dict[str, Any]]] = {}
+    here: dict[str, dict[str, Any]] = {}
+    for name in (each for each in EXAMPLES if each != "every_step"):
+        model, settings = network(), settings_of(name)
+        there[name] = gather_objects(rehearsed(name, settings) if dist.get_rank() == 0 else [])[0]
+        config = EDGCConfig.from_dict({"min_compression_elements": 1, **EXAMPLES[name][1].compression})
+        overlap = DistributedDataParallelConfig(overlap_grad_reduce=settings.period > 1)
+        chunk = DistributedDataParallel(megatron, overlap, model)
+        optimizer = (
+            optimizer_of("sgd", [chunk], 0.1) if settings.equal == "step" else optimizer_of("adam", [chunk], 3e-3)
         )
-        model = network()
-        chunk = DistributedDataParallel(
-            config, DistributedDataParallelConfig(overlap_grad_reduce=index % 2 == 1), model
-        )
-        optimizer = optimizer_of("sgd" if sgd else "adam", [chunk], 0.1 if sgd else 3e-3)
-        handle = attach(chunk, compression, iterations=40, strategy=settings, optimizer=optimizer)
+        handle = attach(chunk, config, iterations=40, strategy=settings, optimizer=optimizer)
         assert isinstance(handle, StrategyHandle)
         losses = []
-        other = network()
-        made = (
-            torch.optim.SGD(other.parameters(), lr=0.1)
-            if sgd
-            else torch.optim.AdamW(other.parameters(), lr=3e-3, weight_decay=0)
-        )
-        rehearsed = Rehearsal(
-            other, optimizer=made, config=compression, strategy=settings, replicas=2, iterations=40, loss=loss
-        )
-        wanted = []
         for step in range(2 * settings.period + 1):
             chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            value = loss(chunk, batch(step, rank))
+            value = loss(chunk, batch(step, replica))
             value.backward()
             chunk.finish_grad_sync()
             optimizer.step()
             losses.append(value.item())
-            wanted.append(rehearsed.step([batch(step, replica) for replica in range(2)]))
-        own, strategy = {key: p.detach() for key, p in model.named_parameters()}, rehearsed.strategies[rank]
-        there = dict(rehearsed.models[rank % len(rehearsed.models)].named_parameters())
-        state = handle.state_dict()
-        found[name] = {
-            "losses": (gather_objects(losses), wanted),
-            "weights": same(own, {key: p.detach() for key, p in there.items()}),
-            "bytes": handle.bytes == sum(rehearsed.room.sent[rank].values()),
-            "state": same(state["shared"], strategy.shared_state()) and same(state["own"], strategy.own_state()),
-            "mean": same(handle.mean_weights(), rehearsed.mean_weights()),
+        here[name] = {
+            **{key: value for key, value in handle.state_dict().items() if key in ("shared", "own")},
+            "losses": [sum(each) / 4 for each in zip(*gather_objects(losses), strict=True)],
+            "weights": {key: p.detach() for key, p in model.named_parameters()},
+            "mean": handle.mean_weights(),
+            "bytes": handle.bytes,
         }
         handle.close()
-    for name, facts in found.items():
-        losses, wanted = facts.pop("losses")
-        assert [sum(each) / 4 for each in zip(*losses, strict=True)] == wanted, name
-        assert all(facts.values()), (name, facts)
+    for name, facts in here.items():
+        for key, value in facts.items():
+            assert same(value, there[name][replica][key]), (name, key)
 
 
 # ------------------------------------------------------------------ a GPT over four ranks
@@ -117,7 +114,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "dion": {},
     "onebit_adam": {"warmup_steps": 2},
 }
-TP2_JOB: dict[str, Any] = {"parallel": {**TP2, "sequence": True}}
+TP2_JOB: dict[str, Any] = {"parallel": {**TP2, "sequence": True}, "train": {"global_batch": 4}}
 PP2_JOB: dict[str, Any] = {"parallel": PP2}  # with tied embeddings
 DP4_JOB: dict[str, Any] = {"parallel": DP4, "train": OVERLAP}
 VPP2_JOB = {"parallel": {**PP2, "virtual_pipeline": 2}, "model": {"layers": 4}, "train": {"overlap_grad_reduce": True}}
@@ -129,7 +126,7 @@ CELLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("diloco", {**PP2_JOB, "train": {"precision": "bf16"}}, NONE),
     # Of what each rank would, by itself, make another thing than the rank that has a copy of it.
     ("diloco", PP2_JOB, {"method": "powersgd", "rank": 4}),
-    ("shared_mask", TP2_JOB, NONE),
+    ("shared_mask", TP2_JOB, {**NONE, "min_compression_elements": 1}),
 ]
 
 
@@ -145,10 +142,11 @@ class Job:
         self.settings = StrategyConfig.from_dict({"name": name, **STRATEGIES.get(name, {})})
         self.local = self.settings.equal == "round"
         options: dict[str, Any] = {"clip_grad": 1.0}
-        if "train" in layout and "precision" in layout["train"]:
+        if self.run.train.precision == "bf16":
             options |= {"bf16": True, "params_dtype": torch.bfloat16}
         kind, rate = ("adam", 3e-3) if self.local else ("sgd", 0.02)
         self.session.optimizer = optimizer_of(kind, self.session.chunks, rate, **options)
+        self.parameters = [p for chunk in self.session.chunks for p in chunk.parameters()]
         self.poison = Poison(self.session)
 
     def attach(self, **options: Any) -> StrategyHandle:
@@ -160,14 +158,9 @@ class Job:
     def steps(self, first: int, last: int, replica: int | None = None) -> list[float]:
         return steps(self.session, self.run, first, last, replica)
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [p for chunk in self.session.chunks for p in chunk.parameters()]
-
     def state(self) -> tuple[list[Tensor], Any]:
         """Weights and the optimizer's state."""
-        optimizer = copy.deepcopy(self.session.optimizer.state_dict())
-        return [p.detach().clone() for p in self.parameters], optimizer
+        return copy.deepcopy(([p.detach() for p in self.parameters], self.session.optimizer.state_dict()))
 
     @torch.no_grad()
     def load(self, state: tuple[list[Tensor], Any]) -> None:
@@ -246,8 +239,8 @@ def by_hand() -> None:
             for replica in range(2):
                 job.load(([p.float() for p in anchor], optimizers[replica]))
                 job.steps(begin, begin + 2, replica)  # all replicas on the data of one: its own steps
-                weights, optimizers[replica] = job.state()
-                moved.append([start - p.double() for start, p in zip(anchor, weights, strict=True)])
+                reached, optimizers[replica] = job.state()
+                moved.append([start - p.double() for start, p in zip(anchor, reached, strict=True)])
             for index, (u, *deltas) in enumerate(zip(velocity, *moved, strict=True)):
                 mean = sum(deltas) / 2
                 velocity[index] = 0.9 * u + mean
