@@ -166,7 +166,7 @@ def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(
     assert len(asked) == len(matrix.runs("rank_sweep", "ci"))
     wanted = {"mpi=srun", "nodes=2", "tasks=2", "tasks_per_gpu=0", "gres=gpu:v100:2", "runtime=90"}
     assert all(wanted <= set(line.strip().removeprefix("resources: ").split(", ")) for line in asked)
-    assert result.stdout.count("\n        module load {cuda} && srun --nodes=2 ") == len(asked)
+    assert result.stdout.count("; module load {cuda} && srun --nodes=2 ") == len(asked)
     code, local = calls["local"]
     assert code == 0
     assert "srun" not in local and "nodes=" not in local and "mpi" not in local
