@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ class Trainer:
             self.model.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
         elif self.hook == "edgc":
             config = EDGCConfig.from_dict({"method": "powersgd", **settings})
-            self.handle = cast(Handle, register(self.model, config, iterations=ITERATIONS))
+            self.handle = register(self.model, config, iterations=ITERATIONS)
 
     def step(self, text: Tensor) -> list[Mark]:
         """One training step; marks of its start, of the ends of forward and backward, and of its end."""

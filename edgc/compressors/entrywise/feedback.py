@@ -171,7 +171,7 @@ class Velocities:
 
 
 #: Whether the result is finite, the same on every rank, and what writes it to a vector laid out like ``Flat.work``.
-Result = tuple[Tensor, Callable[[Tensor], None]]
+Result = tuple[Tensor, Callable[[Tensor], object]]
 
 
 class Feedback(KeepsErrors):
@@ -311,7 +311,7 @@ class Feedback(KeepsErrors):
         self,
         gradients: Sequence[Gradient],
         flat: Flat,
-        write: Callable[[Tensor], None],
+        write: Callable[[Tensor], object],
         ok: Tensor,
         statistics: Statistics,
     ) -> None:
