@@ -21,6 +21,8 @@ what replicas send at W = 2, 4 and 8."""
 SHOWN, LEFT_OUT = ("int4", "int2", "powersgd int4", "diloco_powersgd", "muloco_int2"), ("edgc", "muloco")
 LABELS = {
     "none": "no compression",
+    "dynamiq": "DynamiQ, 5 bits",
+    "majority": "majority vote",
     "powersgd": "PowerSGD, rank 8",
     "powersgd int4": "same, int4 factors",
     "randomk": "random-k, 5 %",
