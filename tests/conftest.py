@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -17,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Where time is short, files with costly tests come last.
     """
     slow, costly = ({item.path for item in items if item.get_closest_marker(name)} for name in ("slow", "costly"))
-    last = costly if END < float("inf") else set()
+    last = costly if math.isfinite(END) else set()
     items.sort(key=lambda item: (item.path in last, item.path not in slow))
 
 
