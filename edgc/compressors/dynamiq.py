@@ -42,8 +42,8 @@ class DynamiQConfig(EntrywiseConfig):
     error_feedback: bool = False
 
     look = Look("DynamiQ's widths", "#DDCC77", "4", "--")
-    # Less the mean an entry is at most twice the largest, and either rounding may miss it by as much; whole units.
-    examples = {"dynamiq": Example(lambda m, n: m * n * 5.0625 / 8, {"mean_bits": 5.0625}, bound=4.2)}
+    # Less the mean an entry is at most twice the largest, and either rounding may miss it by as much.
+    examples = {"dynamiq": Example(lambda m, n: m * n * 5 / 8, bound=4.2)}
 
     def _check(self) -> None:
         super()._check()

@@ -50,8 +50,8 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.down = nn.Embedding(64, 448), nn.Linear(448, 64)
-        self.layers = nn.ModuleList(nn.Linear(64, 448) for _ in range(2))
+        self.embedding, self.down = nn.Embedding(128, 384), nn.Linear(384, 128)
+        self.layers = nn.ModuleList(nn.Linear(128, 384) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """A number that depends on all parameters."""
@@ -141,7 +141,7 @@ def count_strategy(settings: StrategyConfig, example: StrategyExample, world: in
         iterations=2 * settings.period,
     )
     for _ in range(2 * settings.period):
-        trained.step([torch.tensor([replica, 63 - replica]) for replica in range(world)])
+        trained.step([torch.tensor([replica, 127 - replica]) for replica in range(world)])
     return sum(_same(trained.room).values()) / trained.taken
 
 
