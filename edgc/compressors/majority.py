@@ -51,7 +51,7 @@ class MajorityConfig(EntrywiseConfig):
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
         others = {key: fix for key, fix in super().idle(values).items() if key != "momentum"}
-        return {"error_feedback": "use method: sign"} | others
+        return others | dict.fromkeys(("error_feedback", "ef21"), "use method: sign")
 
     def build(self) -> Compressor:
         return Majority(self, self.momentum)

@@ -19,6 +19,7 @@ from edgc.compressors.ef21 import Estimates, EstimatingConfig
 from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig, methods
+from edgc.errors import UserError
 from tests.lockstep import reduce_together, room
 
 ROWS, COLUMNS, STEPS = 48, 40, 20
@@ -300,6 +301,12 @@ def test_every_method_with_error_feedback_has_ef21() -> None:
         assert isinstance(kind(error_feedback=True, ef21=True, **needed).build(), Estimates), kind
 
 
+def test_who_asks_majority_vote_for_error_feedback_is_told_of_signs() -> None:
+    for key in ("error_feedback", "ef21"):
+        with pytest.raises(UserError, match="leave it out, or use method: sign"):
+            EDGCConfig.from_dict({"method": "majority", key: True})
+
+
 def test_of_an_unused_gradient_ef21_sends_nothing() -> None:
     workers: list[Any] = [EDGCConfig.from_dict(REFERENCES["ef21 top-k"][0]).build() for _ in range(2)]
     for step in range(3):
@@ -313,14 +320,14 @@ def test_of_an_unused_gradient_ef21_sends_nothing() -> None:
     torch.testing.assert_close(given[1][0].tensor, before[1]["estimates"] + sent / 2)
 
 
-# Bytes that a rank of W sends for an fp32 matrix of n entries: shares of those of methods.md's table.
+# Bytes that a rank of W sends for an fp32 matrix in a step; with an exact mean in every sixth, in those six.
 BYTES: dict[str, Callable[[int, int, int], float]] = {
     "e4m3": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 + 2 / 64),
     "hadamard": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 / 2 + 2 / 64),
     "loco": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 / 2 + 2 / 64),
     "ef21 top-k": lambda world, m, n: (world - 1) * 8 * round(0.05 * m * n),
     "ef21 powersgd": lambda world, m, n: 2 * (world - 1) / world * 4 * 3 * (m + n),
-    "refreshed": lambda world, m, n: 2 * (world - 1) / world * 4 * 3 * (m + n),
+    "refreshed": lambda world, m, n: 2 * (world - 1) / world * 4 * (5 * 3 * (m + n) + m * n),
     "majority": lambda world, m, n: 2 * (world - 1) / world * (m * n / 8 + 4),
     "dynamiq": lambda world, m, n: 2 * (world - 1) / world * m * n * 5 / 8,
 }
@@ -330,10 +337,12 @@ BYTES: dict[str, Callable[[int, int, int], float]] = {
 def test_bytes_are_those_of_the_formula(world: int) -> None:
     shape = (256, 256)
     for name, formula in BYTES.items():
-        workers = [EDGCConfig.from_dict(REFERENCES[name][0]).build() for _ in range(world)]
-        given = [[Gradient("p", gradient(0, worker, shape).float())] for worker in range(world)]
-        before = [sum(sent.values()) for sent in room(world).sent]
-        said = [statistics.bytes for statistics in reduce_together(workers, given, 3)]
+        settings = REFERENCES[name][0]
+        workers = [EDGCConfig.from_dict(settings).build() for _ in range(world)]
+        before, said = [sum(sent.values()) for sent in room(world).sent], [0.0] * world
+        for _ in range(settings.get("refresh_every", 1)):
+            given = [[Gradient("p", gradient(0, worker, shape).float())] for worker in range(world)]
+            said = [a + each.bytes for a, each in zip(said, reduce_together(workers, given, 3), strict=True)]
         counted = [sum(sent.values()) - was for sent, was in zip(room(world).sent, before, strict=True)]
         assert said == counted == [formula(world, *shape)] * world, name
 
