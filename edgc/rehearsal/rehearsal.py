@@ -459,4 +459,4 @@ def _refuse_times(config: EDGCConfig) -> None:
         refused = "cost_gate = True times communication"
     if refused:
         fix = "give r_max" if "r_max" in refused else f"leave out {refused.partition(' ')[0]}"
-        raise UserError(f"{refused}, and a rehearsal has none", where=_WHERE, fix=fix)
+        raise UserError(f"{refused}, and a rehearsal has none", fix=fix)  # a caller knows the settings' file

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from edgc.checks import Settings, one_of, unknown
+from edgc.checks import Settings, unknown
 from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
@@ -68,11 +68,13 @@ class StrategyConfig(Settings):
         name: of the strategy; a type without one is a base of others.
         equal: when all replicas hold the same bits: after every ``step``, after every ``round``, or ``never``; then the
             mean of their weights is what is evaluated and saved.
+        directs: whether it makes the direction of a step itself; then the optimizer is SGD without momentum.
         examples: settings that the tests run, by a name that no other strategy has.
     """
 
     name: ClassVar[str] = ""
     equal: ClassVar[Equality] = "step"
+    directs: ClassVar[bool] = False
     examples: ClassVar[Mapping[str, StrategyExample]] = {}
 
     @property
@@ -87,7 +89,7 @@ class StrategyConfig(Settings):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | str, *, where: object = None, prefix: str = "") -> Self:
         """Build from a mapping with the strategy's ``name`` among its keys, or from the name alone; a mapping without
-        one is of this type, and of ``every_step`` where this is a base.
+        one is of this type, and an empty one of ``every_step`` where this is a base.
 
         Args:
             where: file of the settings, for errors.
@@ -98,8 +100,10 @@ class StrategyConfig(Settings):
         """
         values = {"name": values} if isinstance(values, str) else dict(values)
         kinds = {kind.name: kind for kind in strategies() if issubclass(kind, cls)}
-        name = values.pop("name", cls.name or "every_step")
-        one_of(f"{prefix}name", name, kinds)
+        name = values.pop("name", cls.name or (None if values else "every_step"))
+        if not isinstance(name, str) or name not in kinds:
+            fix = f"use one of {', '.join(kinds)}"
+            raise UserError(f"{prefix}name = {name!r} is not valid", where=where, fix=fix)
         kind = kinds[name]
         for key in values:
             if key not in {f.name for f in fields(kind)}:

@@ -45,6 +45,7 @@ class DeMoConfig(StrategyConfig):
 
     name = "demo"
     equal = "step"
+    directs = True
     examples = {"demo": StrategyExample(_sent)}
 
     decay: float = 0.999

@@ -54,6 +54,7 @@ class DionConfig(StrategyConfig):
 
     name = "dion"
     equal = "step"
+    directs = True
     examples = {"dion": StrategyExample(_sent, embeddings_in_full=True)}
 
     fraction: float = 0.25

@@ -49,6 +49,7 @@ class OneBitAdamConfig(StrategyConfig):
 
     name = "onebit_adam"
     equal = "step"
+    directs = True
     examples = {"onebit_adam": StrategyExample(_sent, {"warmup_steps": 1})}
 
     warmup_steps: int | None = None

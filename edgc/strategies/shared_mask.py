@@ -50,6 +50,7 @@ class SharedMaskConfig(StrategyConfig):
 
     name = "shared_mask"
     equal = "step"
+    directs = True
     examples = {"shared_mask": _sent(1), "shared_mask_every": _sent(2)}
 
     density: float = 0.1

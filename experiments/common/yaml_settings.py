@@ -16,9 +16,9 @@ from edgc.errors import UserError, nearest
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, unknown keys refused."""
+    """Base of all settings: frozen; unknown keys, and numbers that are not finite, are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DuplicateKey(Exception):

@@ -281,12 +281,15 @@ class RunConfig(Recorded):
             if parallel.tensor == 1:
                 raise ValueError("parallel.sequence needs parallel.tensor above 1; set it to false")
             _divisible("model.sequence_length", model.sequence_length, "parallel.tensor", parallel.tensor)
-        momentum = self.compression.get("momentum", 0)
-        if isinstance(momentum, (int, float)) and momentum > 0 and train.adam_beta1 > 0:
-            raise ValueError(
-                f"train.adam_beta1 = {train.adam_beta1} with compression.momentum = {momentum} applies momentum twice; "
-                "set train.adam_beta1: 0"
-            )
+        if parallel.virtual_pipeline and parallel.pipeline == 1:
+            raise ValueError("parallel.virtual_pipeline needs parallel.pipeline above 1; leave it out")
+        momentum, moment = self.compression.get("momentum", 0), ""
+        if train.optimizer == "adamw" and train.adam_beta1 > 0:
+            moment, fix = f"train.adam_beta1 = {train.adam_beta1}", "set train.adam_beta1: 0"
+        elif train.optimizer == "muon":
+            moment, fix = "train.optimizer = muon", "set train.optimizer: sgd"
+        if isinstance(momentum, (int, float)) and momentum > 0 and moment:
+            raise ValueError(f"{moment} with compression.momentum = {momentum} applies momentum twice; {fix}")
         if (self.follows or self.branch) and self.compression.get("method") != "edgc":
             raise ValueError("follows and branch need compression.method = edgc; leave them out")
         if model.architecture == "bert" and (parallel.pipeline > 1 or parallel.tensor > 1):
@@ -295,13 +298,16 @@ class RunConfig(Recorded):
             raise ValueError("train.matrix_lr is not used with train.optimizer = adamw; leave it out")
         if train.optimizer == "muon" and parallel.tensor > 1:
             raise ValueError("train.optimizer = muon steps whole matrices; set parallel.tensor: 1")
+        if train.optimizer == "muon" and parallel.expert > 1:
+            # Ranks would clip by different norms, each of its own experts, and their copies of the rest drift apart.
+            raise ValueError("train.optimizer = muon knows no expert parallelism; set parallel.expert: 1")
         if train.optimizer == "muon" and (train.precision != "fp32" or train.distributed_optimizer):
             fix = "set train.precision: fp32 and train.distributed_optimizer: false"
             raise ValueError(f"train.optimizer = muon steps whole matrices in fp32; {fix}")
         if self.driver == "rehearsal":
             self._check_rehearsal()
         elif self.strategy:
-            # Until edgc.megatron drives strategies.
+            # edgc.megatron drives strategies, train.py does not ask it to.
             name = self.strategy.get("name", EVERY_STEP)
             raise ValueError(f"strategy.name = {name!r} needs one process so far; set driver: rehearsal")
         return self
@@ -372,11 +378,13 @@ def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
         values = {**values, "compression": compression}
     run: RunConfig = validate(RunConfig, values, where)
     EDGCConfig.from_dict(run.compression, where=where, prefix="compression.")
-    if run.strategy:
-        try:
-            StrategyConfig.from_dict(run.strategy, where=where, prefix="strategy.")
-        except UserError as error:
-            raise UserError(error.message, where=where, fix=error.fix) from None
+    strategy = StrategyConfig.from_dict(run.strategy, where=where, prefix="strategy.")
+    if strategy.period > run.train.iterations:
+        what = f"strategy.every = {strategy.period} is longer than the run, train.iterations = {run.train.iterations}"
+        raise UserError(what, where=where, fix="shorten the round")
+    if strategy.directs and run.train.optimizer != "sgd":
+        what = f"strategy.name = {strategy.name!r} makes the direction of a step itself"
+        raise UserError(what, where=where, fix="set train.optimizer: sgd")
     return run
 
 

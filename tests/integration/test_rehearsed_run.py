@@ -74,7 +74,8 @@ def test_a_run_that_was_killed_goes_on_as_if_it_never_stopped(launcher: Launcher
 
 def test_what_only_the_built_replicas_tell_is_one_line(launcher: Launcher) -> None:
     """SparseLoCo sends in a format of its own."""
-    values = replicas("refused", driver="rehearsal", strategy="sparseloco", compression={"method": "bf16"})
+    sections = {"strategy": {"name": "sparseloco", "every": 4}, "compression": {"method": "bf16"}}
+    values = replicas("refused", driver="rehearsal", **sections)
     code, stderr = launcher.run(values)
     [line] = stderr.splitlines()
     assert code == 2 and line.startswith("error: strategy sparseloco sends in a format of its own"), stderr

@@ -213,7 +213,7 @@ def test_mistakes_are_answered_in_a_line() -> None:
     refused(lambda: plain(split), "lies on cpu, meta")
     for settings in ({"method": "edgc"}, {**LOW, "cost_gate": True}):
         config = EDGCConfig.from_dict(settings)
-        refused(partial(plain, model, config=config), "a rehearsal has none")
+        refused(partial(plain, model, config=config), "a rehearsal has none; ")
     no_loss = Rehearsal(model, optimizer=sgd(model), replicas=2)
     refused(lambda: no_loss.step(batches(0)), "Tensor", "give loss=")
     table = nn.Embedding(4, 4, sparse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,19 @@ def changed(changes: dict[str, Any], study: str = "strategies") -> RunConfig:
         ({"train": {"optimizer": "adam"}}, "train.optimizer = 'adam'"),
         ({"train": {"matrix_lr": 0.01}}, "train.matrix_lr is not used with train.optimizer = adamw"),
         ({"train": {"optimizer": "muon", "precision": "bf16"}}, "optimizer = muon steps whole matrices in fp32"),
+        (
+            {"train": {"optimizer": "sgd", "matrix_lr": math.inf}},
+            "train.matrix_lr = inf: Input should be a finite",
+        ),
+        ({"parallel": {"virtual_pipeline": 2}}, "parallel.virtual_pipeline needs parallel.pipeline above 1"),
+        ({"strategy": {"every": 5}}, "strategy.name = None is not valid (in study.yaml); use one of"),
+        ({"strategy": {"name": ["dion"]}}, "strategy.name = ['dion'] is not valid (in study.yaml); use one of"),
+        ({"strategy": {"name": "diloco", "every": 101}}, "strategy.every = 101 is longer than the run"),
+        ({"strategy": "dion"}, "strategy.name = 'dion' makes the direction of a step itself (in study.yaml); set"),
+        (
+            {"train": {"optimizer": "muon"}, "compression": {"method": "topk", "momentum": 0.9}},
+            "train.optimizer = muon with compression.momentum = 0.9 applies momentum twice",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_one_line_with_key_file_and_fix(changes: dict[str, Any], message: str) -> None:
@@ -52,10 +66,18 @@ def test_what_cannot_be_run_is_one_line_with_key_file_and_fix(changes: dict[str,
     assert message in line and "(in study.yaml" in line and "; " in line and "\n" not in line
 
 
-def test_muon_steps_no_shards() -> None:
+def test_muon_steps_no_shards_and_no_experts_of_other_ranks() -> None:
     with pytest.raises(UserError, match=r"train.optimizer = muon steps whole matrices .*parallel.tensor: 1"):
         changed({"train": {"optimizer": "muon"}, "parallel": {"tensor": 2, "world": 8}}, "methods")
+    with pytest.raises(UserError, match=r"train.optimizer = muon knows no expert parallelism .*parallel.expert: 1"):
+        changed({"train": {"optimizer": "muon"}, "parallel": {"expert": 2}, "model": {"experts": 2}}, "methods")
     assert changed({"train": {"optimizer": "muon", "matrix_lr": 0.01}}, "methods").train.matrix_lr == 0.01
+
+
+def test_momentum_before_the_mean_fits_an_optimizer_without() -> None:
+    compression = {"method": "topk", "momentum": 0.9}
+    assert changed({"train": {"optimizer": "sgd"}, "compression": compression}).train.adam_beta1 > 0
+    assert changed({"strategy": "dion", "train": {"optimizer": "sgd"}}).exchange.directs
 
 
 def test_runs_from_before_strategies_are_recorded_as_they_were() -> None:
