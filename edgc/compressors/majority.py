@@ -41,7 +41,7 @@ class MajorityConfig(EntrywiseConfig):
     method: str = "majority"
     error_feedback: bool = False
 
-    look = Look("Majority vote", "#44AA99", "1", ":")
+    look = Look("Majority vote", "#44AA99", "1", "--")
     # A vote may go to the other side of the largest entry, at most by its own size and that of the mean.
     examples = {
         "majority": Example(lambda m, n: m * n / 8 + 4, bound=2.0),
