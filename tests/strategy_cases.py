@@ -84,8 +84,8 @@ def settings_of(name: str) -> StrategyConfig:
 
 
 def optimizer_of(name: str) -> Make:
-    """Inner optimizer of an example; strategies of every step make directions themselves, for plain SGD."""
-    return sgd if EXAMPLES[name][0].equal == "step" else adamw
+    """Inner optimizer of an example: plain SGD where the strategy makes the direction itself."""
+    return sgd if EXAMPLES[name][0].directs else adamw
 
 
 def made(name: str, world: int = 2, **options: Any) -> tuple[Rehearsal, StrategyConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from edgc.errors import UserError
 from edgc.rehearsal import Rehearsal
 from edgc.strategies import StrategyConfig
-from tests.strategy_cases import EXAMPLES, SHAPES, batch, distance, made, optimizer_of, rehearsal, train, weights
+from tests.strategy_cases import EXAMPLES, SHAPES, adamw, batch, distance, made, optimizer_of, rehearsal, train, weights
 
 each = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -87,6 +88,15 @@ def test_a_gradient_that_is_not_finite_makes_step_or_round_void_on_all(name: str
     train(trained, 2 * settings.period)
     assert all(p.isfinite().all() for after in replicas(trained) for p in after.values())
     assert distance(weights(trained), before) > 0
+
+
+@each
+def test_what_makes_the_direction_itself_says_so_and_refuses_another(name: str) -> None:
+    refused = (
+        pytest.raises(UserError, match="makes the direction itself") if EXAMPLES[name][0].directs else nullcontext()
+    )
+    with refused:
+        made(name, make=adamw)
 
 
 WHOLE = {"every": 1, "lr": 1.0, "momentum": 0.0}
