@@ -77,7 +77,7 @@ class Majority(Feedback):
         yield
         votes = unpack_bits(received).view(world, -1)
         # The owner's vote decides where the others are as many on either side.
-        elected = 2 * votes.sum(0) + votes[channel.rank] > world
+        elected = votes.sum(0, dtype=torch.int32).mul_(2).add_(votes[channel.rank]) > world
         result = torch.empty_like(received)
         channel.all_gather(result, pack_bits(elected).view(1, -1))
         yield

@@ -91,7 +91,7 @@ def test_the_megatron_example_runs_with_the_extra(wheel: Path, tmp_path_factory:
     except LookupError as missing:
         pytest.skip(str(missing))
     environment.check()
-    (folder / "example.py").write_text(block("attach(model_chunks", MEGATRON_PAGE), encoding="utf-8")
+    (folder / "example.py").write_text(block('{"preset": "paper"}', MEGATRON_PAGE), encoding="utf-8")
     done = environment.launch(str(MEGATRON), "example.py", folder=folder)
     assert done.returncode == 0, done.stderr
     shares = [float(share) for share in re.findall(r"sent ([\d.]+) of the gradient", done.stdout)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from edgc.compressors import Channel, Gradient, Statistics
 from edgc.compressors.dense import NoCompression
-from edgc.compressors.powersgd import LowRankConfig
+from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.timing.benchmark import Benchmark, GateVerdict, label, verdicts
@@ -84,7 +84,7 @@ class Claiming(NoCompression):
 
 def building(build: Any) -> Any:
     """Compressors of method ``powersgd`` are what ``build`` makes of its settings."""
-    return mock.patch.object(LowRankConfig, "build", build)
+    return mock.patch.object(PowerSGDConfig, "build", build)
 
 
 def drive(engine: Engine, buckets: list[list[Gradient]], *, jitter: random.Random | None = None) -> None:
