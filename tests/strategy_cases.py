@@ -33,6 +33,13 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
         return nn.Sequential(nn.Linear(ROWS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, COLUMNS)).to(dtype)
 
 
+def convolution(layout: torch.memory_format = torch.channels_last) -> nn.Module:
+    """A network for the same batches, whose kernels do not lie in memory as their shape says."""
+    torch.manual_seed(0)
+    layers = nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, HIDDEN, 2), nn.Flatten(), nn.Tanh(), nn.Linear(HIDDEN, COLUMNS)
+    return nn.Sequential(*layers).to(memory_format=layout)  # type: ignore[call-overload]
+
+
 def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Inputs of a replica's step, counted from 0."""
     return torch.randn(12, ROWS, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)

@@ -25,7 +25,7 @@ from edgc.rehearsal.report import Report, distance, size
 from edgc.runtime.channel import after_sum, all_reduce_bytes, before_sum
 from edgc.runtime.device import own_modes
 from edgc.runtime.local import Room
-from edgc.strategies.base import Replica, Strategy, StrategyConfig, as_matrix, finished
+from edgc.strategies.base import Replica, Strategy, StrategyConfig, finished, gradients_of
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -292,7 +292,7 @@ class Rehearsal:
         """Average a step's gradients; returns whether it is given up."""
         engine = self.engines[rank]
         for bucket in self._buckets:
-            engine.reduce([Gradient(name, as_matrix(gradients[name])) for name in bucket], None)
+            engine.reduce(gradients_of({name: gradients[name] for name in bucket}), None)
         given_up = engine.given_up or not all(bool(tensor.isfinite().all()) for tensor in gradients.values())
         engine.end_iteration(skipped=given_up)
         return given_up
