@@ -191,8 +191,8 @@ class Rehearsal:
                 self._clip(rank, gradient, self.clip)
         asked = self._together(lambda rank: finished(self.strategies[rank].before_step(gradients[rank])))
         skipped = skipped or not asked[0]
-        # DDP leaves parameters alone that no replica has used; where a strategy is under way, it has its say.
-        unused = self._parameters[0].keys() - used if self._shared and reduces else set()
+        # DDP leaves parameters alone that no replica has used, but a direction is all parameters'.
+        unused = self._parameters[0].keys() - used if reduces or not self._shared else set()
         for index, (parameters, optimizer) in enumerate(zip(self._parameters, self.optimizers, strict=True)):
             for name, p in parameters.items():
                 p.grad = None if name in unused else gradients[index].get(name)

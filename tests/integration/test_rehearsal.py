@@ -84,10 +84,11 @@ def test_two_replicas_have_the_bits_of_two_processes(name: str) -> None:
     assert all(torch.equal(weights[key], there[2][key]) for key in weights)
 
 
+@pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("name", CASES)
-def test_four_replicas_are_as_four_processes_up_to_the_order_of_sums(name: str) -> None:
-    losses, sent, weights = rehearsed(name, 4)
-    there = processes(4)[0][name]
+def test_more_replicas_are_as_many_processes_up_to_the_order_of_sums(name: str, world: int) -> None:
+    losses, sent, weights = rehearsed(name, world)
+    there = processes(world)[0][name]
     assert sent == there[1]
     assert losses == pytest.approx(there[0], rel=2e-3)
     assert distance(weights, there[2]) < 5e-2  # a sum in another order may move a code, and Adam goes by its sign
