@@ -5,20 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from edgc.rehearsal import Rehearsal
-from edgc.strategies import StrategyConfig
-from tests.strategy_cases import (
-    Workers,
-    adamw,
-    convolution,
-    distance,
-    loss,
-    rehearsal,
-    sgd,
-    start,
-    train,
-    weights,
-)
+from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
 
 
 def reference(world: int, steps: int, every: int, lr: float, momentum: float) -> dict[str, torch.Tensor]:
@@ -40,17 +27,6 @@ def test_diloco_is_its_algorithm(world: int) -> None:
     settings = {"name": "diloco", "every": 5, "lr": 0.7, "momentum": 0.9}
     trained = train(rehearsal(settings, world=world, make=adamw, dtype=torch.float64), 20, dtype=torch.float64)
     assert distance(weights(trained), reference(world, 20, 5, 0.7, 0.9)) < 1e-10
-
-
-def test_kernels_are_averaged_however_they_lie_in_memory() -> None:
-    ends = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        model = convolution(layout)
-        settings = StrategyConfig.from_dict({"name": "diloco", "every": 2})
-        trained = train(Rehearsal(model, optimizer=sgd(model), strategy=settings, replicas=2, loss=loss), 4)
-        assert distance(weights(trained), weights(trained, 1)) == 0
-        ends.append(weights(trained))
-    assert distance(*ends) < 1e-6
 
 
 def test_warm_up_is_data_parallel_and_moves_the_anchor() -> None:
