@@ -15,7 +15,7 @@ from edgc.config import EDGCConfig
 from edgc.rehearsal import Rehearsal
 from edgc.runtime.groups import gather_objects
 from tests import examples
-from tests.strategy_cases import ROWS, adamw, batch, convolution, distance, loss, network
+from tests.strategy_cases import ROWS, Odd, adamw, batch, distance, loss, network
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.slow
@@ -27,13 +27,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "cqm": {"method": "edgc", "r_max": 8, "stability_tolerance": 9.0, **SHORT},
 }
 WIDE = ("wide powersgd", "wide int4")  # several buckets
-CASES = (*METHODS, *WIDE, "kernels")
+CASES = (*METHODS, *WIDE, "odd")
 Result = tuple[list[float], float, dict[str, Tensor]]  # losses, bytes, weights
 
 
 def made(name: str) -> tuple[nn.Module, EDGCConfig]:
-    if name == "kernels":
-        return convolution(), EDGCConfig.from_dict({"min_compression_elements": 1, "method": "powersgd", "rank": 4})
+    if name == "odd":
+        return Odd(), EDGCConfig.from_dict({"min_compression_elements": 1, "method": "powersgd", "rank": 4})
     if name not in WIDE:
         return network(), EDGCConfig.from_dict({"min_compression_elements": 1, **METHODS[name]})
     compression = {"method": "quantize", "bits": 4} if "int4" in name else {"method": "powersgd", "rank": 4}
