@@ -33,6 +33,21 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
         return nn.Sequential(nn.Linear(ROWS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, COLUMNS)).to(dtype)
 
 
+class Odd(nn.Sequential):
+    """A network for the same batches, whose kernels do not lie in memory as their shape says, and that has a number and
+    nothing among its parameters."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        kernels = nn.Conv2d(4, HIDDEN, 2)
+        super().__init__(nn.Unflatten(1, (4, 2, 2)), kernels, nn.Flatten(), nn.Tanh(), nn.Linear(HIDDEN, COLUMNS))
+        self.scale, self.nothing = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(0, 3))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, inputs: Tensor) -> Any:
+        return super().forward(inputs) * self.scale + self.nothing.sum()
+
+
 def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Inputs of a replica's step, counted from 0."""
     return torch.randn(12, ROWS, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
@@ -64,8 +79,9 @@ def rehearsal(
     make: Make = sgd,
     dtype: torch.dtype = torch.float32,
     iterations: int = 40,
+    model: nn.Module | None = None,
 ) -> Rehearsal:
-    model = network(dtype)
+    model = network(dtype) if model is None else model
     return Rehearsal(
         model,
         optimizer=make(model),

@@ -141,7 +141,7 @@ def unpack(messages: Tensor, units: Tensor, budget: int) -> Tensor:
 
 def highest(units: Tensor) -> Tensor:
     """The highest level of every super-group, [W, n, 1]: 1, 7 or 127."""
-    return (2.0 ** (2 * units - 1) - 1)[..., None]
+    return (2 ** (2 * units - 1) - 1).to(torch.float32)[..., None]
 
 
 def steps(coarse: Tensor, fine: Tensor, levels: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
 from edgc.strategies.base import StrategyConfig
+from edgc.strategies.process import refuse_other_optimizer
 
 _MARK = "edgc: is the node kept?"
 _unscaled: weakref.WeakKeyDictionary[Handle, set[int]] = weakref.WeakKeyDictionary()
@@ -79,7 +80,7 @@ def register(
             ``GradScaler`` that makes the first step is warned of.
         strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
             What another one sends is compressed as ``config`` says.
-        optimizer: the one whose steps a strategy counts.
+        optimizer: the one that steps all parameters, whose steps a strategy counts.
 
     Raises:
         UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
@@ -94,7 +95,7 @@ def register(
         assert optimizer is not None
         slot = _slot_of(model) or Slot(model.process_group)
         with contextlib.ExitStack() as undo:
-            local = StrategyHandle(model, slot, config, strategy, optimizer, iterations)
+            local = StrategyHandle(model, parameters, slot, config, strategy, optimizer, iterations)
             undo.callback(local.remove)
             slot.handle = local
             _attach(model, slot)
@@ -213,7 +214,7 @@ def _agreed(
         _refuse_stages(config)
         _refuse_scaler(scaler, config, parameters)
         if strategy is not None and strategy.name != "every_step":
-            _refuse_strategy(strategy, optimizer, scaler)
+            _refuse_strategy(strategy, optimizer, scaler, parameters)
         shapes = [(name, matrix_shape(parameter)) for name, parameter in parameters.items()]
         described = repr((config, iterations, scaler in (None, False), strategy, shapes))
     except UserError as error:
@@ -256,10 +257,16 @@ def _refuse_scaler(scaler: object, config: EDGCConfig, parameters: Mapping[str, 
         raise UserError(f"parameter {half[0]} is in fp16, and no scaler was given", where="edgc.ddp.register", fix=fix)
 
 
-def _refuse_strategy(strategy: StrategyConfig, optimizer: torch.optim.Optimizer | None, scaler: object) -> None:
+def _refuse_strategy(
+    strategy: StrategyConfig,
+    optimizer: torch.optim.Optimizer | None,
+    scaler: object,
+    parameters: Mapping[str, Tensor],
+) -> None:
     where = "edgc.ddp.register"
     if optimizer is None:
         raise UserError(f"strategy {strategy.name} needs the optimizer", where=where, fix="give optimizer=...")
+    refuse_other_optimizer(where, parameters, optimizer)
     if scaler not in (None, False):
         what = f"strategy {strategy.name} cannot be used with a GradScaler, which leaves out steps of one replica alone"
         raise UserError(what, where=where, fix="train in bf16 without one")

@@ -7,6 +7,7 @@ DDP's hook hands gradients on as they are in steps in which the strategy does no
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ class StrategyHandle(ProcessStrategy):
     def __init__(
         self,
         model: DistributedDataParallel,
+        parameters: Mapping[str, Tensor],
         slot: Any,
         config: EDGCConfig,
         settings: StrategyConfig,
         optimizer: torch.optim.Optimizer,
         iterations: int,
     ) -> None:
-        parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         tables = embeddings(model.module)
         looked_up = {name for name, p in parameters.items() if p in tables}
         group = own_group(model.process_group)

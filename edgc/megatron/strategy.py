@@ -38,7 +38,7 @@ from edgc.megatron.attachment import OwnBucketGroup, place, refuse_other_place
 from edgc.runtime.channel import all_reduce_bytes
 from edgc.runtime.device import own_modes
 from edgc.strategies.base import StrategyConfig
-from edgc.strategies.process import ProcessStrategy
+from edgc.strategies.process import ProcessStrategy, refuse_other_optimizer
 
 
 class StrategyBucketGroup(OwnBucketGroup):
@@ -81,7 +81,8 @@ class StrategyHandle(ProcessStrategy):
         parameters = {name: _main(parameter) for name, parameter in trained.items()}
         tables = {parameter for chunk in chunks for parameter in embeddings(chunk.module)}
         looked_up = {name for name, parameter in trained.items() if parameter in tables}
-        inner, replicas = _inner(optimizer, parameters), chunks[0].dp_cp_group
+        inner, replicas = optimizer.optimizer, chunks[0].dp_cp_group
+        refuse_other_optimizer("edgc.megatron", parameters, inner)
         super().__init__("edgc.megatron", parameters, config, settings, inner, iterations, replicas, looked_up)
         self._replica = parallel_state.get_model_parallel_group()
         self._copies = _copies(trained)
@@ -195,17 +196,6 @@ def refuse(
 def _main(parameter: Any) -> Any:
     """The parameter that the optimizer steps, in fp32 where the model's is not."""
     return getattr(parameter, "main_param", parameter)
-
-
-def _inner(optimizer: Any, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """torch's optimizer in Megatron's, which steps all ``parameters``."""
-    inner: torch.optim.Optimizer = optimizer.optimizer
-    stepped = {id(p) for group in inner.param_groups for p in group["params"]}
-    for name, p in parameters.items():
-        if id(p) not in stepped:
-            what = f"the optimizer does not step {name}"
-            raise UserError(what, where="edgc.megatron", fix="give the optimizer of these model chunks")
-    return inner
 
 
 def _copies(trained: Mapping[str, Any]) -> list[tuple[dist.ProcessGroup, list[Tensor]]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from edgc.checkpoints.saved_state import merge
 from edgc.checks import integer
 from edgc.compressors.base import Gradient
 from edgc.config import CompressingConfig, EDGCConfig
@@ -25,7 +26,7 @@ from edgc.rehearsal.report import Report, distance, size
 from edgc.runtime.channel import after_sum, all_reduce_bytes, before_sum
 from edgc.runtime.device import own_modes
 from edgc.runtime.local import Room
-from edgc.strategies.base import Replica, Strategy, StrategyConfig, as_matrix, finished
+from edgc.strategies.base import Replica, Strategy, StrategyConfig, finished, gradients_of
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -191,8 +192,8 @@ class Rehearsal:
                 self._clip(rank, gradient, self.clip)
         asked = self._together(lambda rank: finished(self.strategies[rank].before_step(gradients[rank])))
         skipped = skipped or not asked[0]
-        # DDP leaves parameters alone that no replica has used; where a strategy is under way, it has its say.
-        unused = self._parameters[0].keys() - used if self._shared and reduces else set()
+        # DDP leaves parameters alone that no replica has used, but a direction is all parameters'.
+        unused = self._parameters[0].keys() - used if reduces or not self._shared else set()
         for index, (parameters, optimizer) in enumerate(zip(self._parameters, self.optimizers, strict=True)):
             for name, p in parameters.items():
                 p.grad = None if name in unused else gradients[index].get(name)
@@ -292,7 +293,9 @@ class Rehearsal:
         """Average a step's gradients; returns whether it is given up."""
         engine = self.engines[rank]
         for bucket in self._buckets:
-            engine.reduce([Gradient(name, as_matrix(gradients[name])) for name in bucket], None)
+            copies = _side_by_side({name: gradients[name] for name in bucket})
+            engine.reduce(gradients_of(copies), None)
+            _copy_into(gradients, copies)
         given_up = engine.given_up or not all(bool(tensor.isfinite().all()) for tensor in gradients.values())
         engine.end_iteration(skipped=given_up)
         return given_up
@@ -342,8 +345,8 @@ class Rehearsal:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, also of another number of replicas: what was each one's own, error feedback
-        among it, then begins anew."""
+        """Go on from :meth:`state_dict`, also of another number of replicas: error feedback of averaged gradients is
+        then redistributed, as under DDP, and what else was each one's own begins anew."""
         state = copy.deepcopy(dict(state))
         self.taken, self.skipped, self._buckets = state["taken"], state["skipped"], state["buckets"]
         same = len(state["own"]) == self.replicas
@@ -352,10 +355,13 @@ class Rehearsal:
             optimizer.load_state_dict(state["optimizers"][index % len(state["optimizers"])])
         for rank, strategy in enumerate(self.strategies):
             strategy.load_state(copy.deepcopy(state["shared"]), state["own"][rank] if same else None)
+        engines = state["engines"]
         if same:
             self._random = state["random"]
-            for engine, saved in zip(self.engines, state["engines"], strict=True):
-                engine.load_state_dict(saved)
+        elif engines:
+            engines = [merge([{"engine": each} for each in engines])["engine"]] * self.replicas
+        for engine, saved in zip(self.engines, engines, strict=True):
+            engine.load_state_dict(copy.deepcopy(saved))
 
     def report(self) -> Report:
         """Measurements of the steps so far."""
@@ -422,8 +428,19 @@ def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copy_into(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        tensor.copy_(others[name])
+    for name, other in others.items():
+        tensors[name].copy_(other)
+
+
+def _side_by_side(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that follow each other in memory, as in DDP's buckets: where a matrix begins decides about rounding."""
+    copies = {}
+    for kind in {tensor.dtype: None for tensor in tensors.values()}:
+        alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == kind}
+        flat = torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in alike.values()])
+        for (name, tensor), part in zip(alike.items(), flat.split([t.numel() for t in alike.values()]), strict=True):
+            copies[name] = part.as_strided(tensor.shape, tensor.stride())
+    return copies
 
 
 def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:

@@ -256,8 +256,15 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def gradients_of(tensors: Mapping[str, Tensor]) -> list[Gradient]:
-    """Named tensors as an engine takes them, which writes into them."""
-    return [Gradient(name, as_matrix(tensor)) for name, tensor in tensors.items()]
+    """Named tensors as an engine takes them, which writes into them; those of more than two dimensions leave no gaps in
+    memory, in whose order they are compressed, as in DDP's buckets."""
+    return [Gradient(name, as_matrix(_in_order(tensor))) for name, tensor in tensors.items()]
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    if tensor.dim() <= 2 or tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
 def dense_bytes(shapes: Sequence[Sequence[int]], world: int) -> float:

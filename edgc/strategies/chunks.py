@@ -11,7 +11,7 @@ from edgc.lazy import Tensor, torch
 def cut(side: int, limit: int) -> tuple[int, int]:
     """The fewest equal parts of at most ``limit`` entries that cover a side: their number, and the entries of each."""
     count = math.ceil(side / limit)
-    return count, math.ceil(side / count)
+    return count, math.ceil(side / count) if count else 1
 
 
 class Chunks:
@@ -41,8 +41,8 @@ class Chunks:
 
     def whole(self, chunks: Tensor) -> Tensor:
         """Tensor of the shape again, the inverse of :meth:`of`."""
-        down, high = self.counts[0], self.sizes[0]
-        whole = chunks.view(*self.counts, *self.sizes).transpose(1, 2).reshape(down * high, -1)
+        (down, across), (high, wide) = self.counts, self.sizes
+        whole = chunks.view(*self.counts, *self.sizes).transpose(1, 2).reshape(down * high, across * wide)
         return whole[: self.sides[0], : self.sides[1]].reshape(self.shape)
 
 

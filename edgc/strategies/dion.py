@@ -95,6 +95,7 @@ class Dion(MomentumStrategy):
         self.shared["momentum"] = self.zeros(name for name in self.parameters if name not in self.factored)
         self.shared["variance"] = self.zeros(rest)
         self.shared["q"] = {name: self._first_q(name) for name in self.ranks}
+        self.shared["taken"] = {"steps": torch.zeros((), dtype=torch.float64, device="cpu")}  # that were not void
 
     def _first_q(self, name: str) -> Tensor:
         p = self.parameters[name]
@@ -129,13 +130,14 @@ class Dion(MomentumStrategy):
             for target, tall in ((kept["momentum"][name], momentum), (gradients[name], direction)):
                 target.copy_((tall if rows >= columns else tall.mT).reshape(target.shape))
             gradients[name].mul_(math.sqrt(rows / columns))
+        self.shared["taken"]["steps"] += 1
         for name in self.shared["variance"]:
             gradients[name].copy_(self._adam(name, full[name]))
         return True
 
     def _adam(self, name: str, gradient: Tensor) -> Tensor:
         """AdamW's direction for an averaged gradient."""
-        config, taken = self.config, self.step + 1
+        config, taken = self.config, float(self.shared["taken"]["steps"])
         mean = self.shared["momentum"][name].mul_(config.beta1).add_(gradient, alpha=1 - config.beta1)
         square, gradient = self.shared["variance"][name], gradient.to(mean.dtype)
         square.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)

@@ -1,7 +1,7 @@
 """Strategies of replicas that are processes: what their drivers share (:mod:`edgc.ddp`, :mod:`edgc.megatron`).
 
 What a strategy does before and after a step hangs on the hooks of torch's optimizer, after whatever the training loop
-does to gradients and before whatever it does with new parameters.
+does to gradients and before whatever it does with new parameters. A closure is called before that, once.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class ProcessStrategy:
         self.strategy = settings.build(
             Replica(parameters, config, iterations, optimizer, group, self._open, embeddings)
         )
+        self._leaves_out = settings.equal != "step"  # parameters without a gradient, as an optimizer does by itself
         self._settings = {"strategy": settings.to_dict(), "compression": config.to_dict()}
         self._hooks: list[Any] = []
 
     def _hang(self) -> None:
         """Let the strategy run around the optimizer's steps from now on."""
         self._hooks = [
-            self._optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            self._optimizer.register_step_pre_hook(self._begin),
             self._optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
 
@@ -67,13 +68,21 @@ class ProcessStrategy:
         """Whether the driver averages the gradients of the step under way."""
         return self.strategy.reduces(self.strategy.step + 1)
 
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        loss = closure() if closure is not None else None
+        self._before_step()
+        return None if closure is None else ((optimizer, lambda: loss), {})
+
     def _before_step(self) -> None:
-        gradients = {}
+        gradients, left_out = {}, []
         for name, p in self.parameters.items():
+            if p.grad is None and self._leaves_out:
+                left_out.append(p)
             p.grad = gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
-        if not self._run(self.strategy.before_step(gradients)):
-            for p in self.parameters.values():
-                p.grad = None  # which an optimizer leaves out
+        ready = self._run(self.strategy.before_step(gradients))
+        for p in left_out if ready else self.parameters.values():
+            p.grad = None
 
     def _after_step(self) -> None:
         self._run(self.strategy.after_step())
@@ -112,6 +121,15 @@ class ProcessStrategy:
         """Leave the optimizer's steps alone from now on."""
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does not step all ``parameters``."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, p in parameters.items():
+        if id(p) not in stepped:
+            fix = "give the one that steps every parameter to be trained"
+            raise UserError(f"the optimizer does not step {name}", where=where, fix=fix)
 
 
 class _Counted(Channel):

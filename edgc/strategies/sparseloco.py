@@ -126,7 +126,7 @@ class SparseLoCo(LocalUpdates):
         all_codes = unpack_numbers(coded, self.config.bits, sum(sizes)).split(sizes, 1)
         for name, book, place, code in zip(owed, books, all_places, all_codes, strict=True):
             cut = self.chunks[name]
-            values = book.gather(1, code).view(channel.world, cut.count, -1)
+            values = book.gather(1, code).view(channel.world, cut.count, self.config.kept(cut))
             place = place.view_as(values)
             mean = mean_of_senders(clipped(values, place), place, cut.entries)
             own = mean_of_senders(values[channel.rank, None], place[channel.rank, None], cut.entries)

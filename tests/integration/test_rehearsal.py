@@ -15,7 +15,7 @@ from edgc.config import EDGCConfig
 from edgc.rehearsal import Rehearsal
 from edgc.runtime.groups import gather_objects
 from tests import examples
-from tests.strategy_cases import ROWS, adamw, batch, distance, loss, network
+from tests.strategy_cases import ROWS, Odd, adamw, batch, distance, loss, network
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.slow
@@ -27,11 +27,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "cqm": {"method": "edgc", "r_max": 8, "stability_tolerance": 9.0, **SHORT},
 }
 WIDE = ("wide powersgd", "wide int4")  # several buckets
-CASES = (*METHODS, *WIDE)
+CASES = (*METHODS, *WIDE, "odd")
 Result = tuple[list[float], float, dict[str, Tensor]]  # losses, bytes, weights
 
 
 def made(name: str) -> tuple[nn.Module, EDGCConfig]:
+    if name == "odd":
+        return Odd(), EDGCConfig.from_dict({"min_compression_elements": 1, "method": "powersgd", "rank": 4})
     if name not in WIDE:
         return network(), EDGCConfig.from_dict({"min_compression_elements": 1, **METHODS[name]})
     compression = {"method": "quantize", "bits": 4} if "int4" in name else {"method": "powersgd", "rank": 4}
@@ -82,10 +84,11 @@ def test_two_replicas_have_the_bits_of_two_processes(name: str) -> None:
     assert all(torch.equal(weights[key], there[2][key]) for key in weights)
 
 
+@pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("name", CASES)
-def test_four_replicas_are_as_four_processes_up_to_the_order_of_sums(name: str) -> None:
-    losses, sent, weights = rehearsed(name, 4)
-    there = processes(4)[0][name]
+def test_more_replicas_are_as_many_processes_up_to_the_order_of_sums(name: str, world: int) -> None:
+    losses, sent, weights = rehearsed(name, world)
+    there = processes(world)[0][name]
     assert sent == there[1]
     assert losses == pytest.approx(there[0], rel=2e-3)
     assert distance(weights, there[2]) < 5e-2  # a sum in another order may move a code, and Adam goes by its sign

@@ -12,7 +12,7 @@ from edgc.config import EDGCConfig
 from edgc.runtime.local import Room
 from edgc.strategies import Replica, StrategyConfig
 from edgc.strategies.base import finished
-from tests.strategy_cases import distance, gradients, rehearsal, sgd, start, train, weights
+from tests.strategy_cases import batch, distance, gradients, rehearsal, sgd, start, train, weights
 
 LR, MU, B1, B2, EPS = 0.02, 0.95, 0.9, 0.95, 1e-8
 
@@ -78,3 +78,11 @@ def test_a_momentum_that_is_zero_on_one_replica_gives_no_other_step_there() -> N
     one, other = directions(gradient, 0 * gradient)
     assert torch.equal(one, other) and one.abs().max() > 0.01
     assert not torch.stack(directions(0 * gradient, 0 * gradient)).any()  # nobody has one: nothing moves, not even NaN
+
+
+def test_a_void_step_is_none_of_adams() -> None:
+    runs = [rehearsal({"name": "dion"}) for _ in range(2)]
+    runs[1].step([batch(0, 0), batch(0, 1) * math.nan])
+    for each in runs:
+        each.step([batch(1, rank) for rank in range(2)])
+    assert distance(*map(weights, runs)) == 0

@@ -105,9 +105,11 @@ def test_replicas_draw_their_own_numbers_and_leave_the_callers_alone() -> None:
         assert [float(x) for x in drawn[rank::2]] == [float(torch.rand(())) for _ in range(2)]
 
 
-def test_a_model_in_evaluation_mode_and_one_of_a_pair_that_is_unused() -> None:
+@pytest.mark.parametrize("strategy", ["every_step", DILOCO])
+def test_a_model_in_evaluation_mode_and_one_of_a_pair_that_is_unused(strategy: Any) -> None:
     model: Any = nn.ModuleDict({"used": network().eval(), "spare": nn.Linear(3, 3)})
-    trained = plain(model, optimizer=adamw(model), loss=lambda pair, inputs: loss(pair["used"], inputs))
+    options = {"strategy": StrategyConfig.from_dict(strategy), "optimizer": adamw(model)}
+    trained = plain(model, loss=lambda pair, inputs: loss(pair["used"], inputs), **options)
     before = model["spare"].weight.clone()
     trained.step(batches(0))
     assert torch.equal(model["spare"].weight, before)  # as under DDP: not even decayed

@@ -14,7 +14,20 @@ import torch
 from edgc.errors import UserError
 from edgc.rehearsal import Rehearsal
 from edgc.strategies import StrategyConfig
-from tests.strategy_cases import EXAMPLES, SHAPES, adamw, batch, distance, made, optimizer_of, rehearsal, train, weights
+from tests.strategy_cases import (
+    EXAMPLES,
+    SHAPES,
+    Odd,
+    adamw,
+    batch,
+    distance,
+    made,
+    optimizer_of,
+    rehearsal,
+    train,
+    weights,
+)
+from tests.workers import same
 
 each = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -31,6 +44,17 @@ def test_replicas_hold_the_same_bits_when_the_strategy_says_so(name: str) -> Non
     gaps = [distance(other, weights(trained)) for other in replicas(trained)]
     assert distance(weights(trained), first) > 1e-3  # it has learned
     assert max(gaps) > 0 if settings.equal == "never" else max(gaps) == 0
+
+
+@each
+def test_parameters_of_any_shape_and_layout(name: str) -> None:
+    trained, settings = made(name, world=3, make=optimizer_of(name), model=Odd())
+    first = weights(trained)
+    train(trained, 2 * settings.period)
+    shared = [strategy.shared_state() for strategy in trained.strategies]
+    assert all(same(each, shared[0]) for each in shared)
+    assert settings.equal == "never" or all(same(each, weights(trained)) for each in replicas(trained))
+    assert not any(same(p, first[key]) for key, p in weights(trained).items() if p.numel())
 
 
 @each
@@ -68,6 +92,15 @@ def test_a_run_goes_on_with_another_number_of_replicas(name: str) -> None:
     train(wider, settings.period)
     gaps = [distance(other, weights(wider)) for other in replicas(wider)]
     assert settings.equal == "never" or max(gaps) == 0
+
+
+def test_averaged_gradients_owe_the_same_among_another_number_of_replicas() -> None:
+    compression = {"method": "powersgd", "rank": 2}
+    trained, wider = (rehearsal({"name": "every_step"}, compression, world=world) for world in (2, 3))
+    wider.load_state_dict(train(trained, 3).state_dict())
+    owed = [engine.compressor.kept["0.weight"] for engine in (*trained.engines, *wider.engines)]
+    assert wider.engines[0].iteration == 4
+    torch.testing.assert_close(torch.stack(owed[:2]).mean(0), torch.stack(owed[2:]).mean(0))
 
 
 @each
