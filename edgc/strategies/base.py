@@ -176,15 +176,15 @@ class Replica:
             config: other settings than the replica's.
             embeddings: names of the parameters that are embeddings.
         """
-        from edgc.engine import Engine, Matrix  # torch, which settings do without
-
+        # Not an import statement: settings, and the tables that read them, are not made again for another engine.
+        library: Any = importlib.import_module("edgc.engine")
         config = config or self.config
         matrices = []
         for name, parameter in self.parameters.items():
             shape, bits = as_matrix(parameter).shape, 8 * parameter.element_size()
             if compressible(shape, config.min_compression_elements, bits):
-                matrices.append(Matrix(shape[0], shape[1], bits, name in embeddings))
-        engine = Engine(
+                matrices.append(library.Matrix(shape[0], shape[1], bits, name in embeddings))
+        engine: Engine = library.Engine(
             config,
             stage=0,
             stages=[matrices],

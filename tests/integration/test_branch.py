@@ -18,7 +18,7 @@ from tests.integration.launching import Launcher, changed, prepared, repeatable
 
 __all__ = ["prepared"]  # a fixture
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.costly]
 
 # A lax target, so that the rank falls at the end of every window.
 EDGC = {

@@ -35,6 +35,7 @@ __all__ = ["launcher", "prepared"]  # fixtures
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.costly
 def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_repeats(launcher: Launcher) -> None:
     values = changed(variant="tiny", train={"iterations": 60}, compression={"pipeline": {"rank": 2}})
     folder = launcher.path(values)
@@ -84,6 +85,7 @@ def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_rep
     assert repeatable(launcher.finish(values)) == before
 
 
+@pytest.mark.costly
 def test_a_diverging_run_and_one_that_only_skips_steps_end_with_their_status(launcher: Launcher) -> None:
     hot = changed(variant="hot", train={"lr": 100.0, "iterations": 60, "eval_interval": 60})
     folder = launcher.finish(hot, "diverged")

@@ -46,6 +46,7 @@ def test_two_replicas_train_alike_in_one_process_and_in_two(launcher: Launcher, 
     assert summaries[0].keys() == summaries[1].keys()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
@@ -54,7 +55,7 @@ def test_two_replicas_train_alike_in_one_process_and_in_two(launcher: Launcher, 
     ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_it_never_stopped(launcher: Launcher, name: str, sections: Any) -> None:
-    train = {"iterations": 40, "checkpoint_interval": 3, **sections.get("train", {})}
+    train = {"iterations": 20, "checkpoint_interval": 3, **sections.get("train", {})}
     values = replicas(f"{name}_whole", **{**sections, "train": train})
     again = {**values, "variant": f"{name}_killed"}
     process = launcher.start(again)
@@ -69,7 +70,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_never_stopped(launcher: Launcher
     sent = [event["bytes"] for event in read_events(whole / "metrics.jsonl", "step")]
     [start] = read_events(whole / "metrics.jsonl", "start")
     every = 5 if name == "diloco" else 1
-    assert sent == [start["bytes_dense"] if step % every == 0 else 0 for step in range(1, 41)]
+    assert sent == [start["bytes_dense"] if step % every == 0 else 0 for step in range(1, 21)]
 
 
 def test_what_only_the_built_replicas_tell_is_one_line(launcher: Launcher) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.readme import ROOT, block, check_ddp_example, launched
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.costly]
 PAGE = ROOT / "docs" / "library" / "trainers.md"
 SCALER = 'torch.amp.GradScaler("cpu", init_scale=2.0**12)'
 

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.fresh_environment import ROOT, Environment, build_wheel
 from tests.integration.readme import MEGATRON_PAGE, REHEARSAL_PAGE, block, check_ddp_example
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.costly]
 
 MEGATRON = Path(__file__).with_name("wheel_megatron.py")
 

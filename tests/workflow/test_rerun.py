@@ -132,6 +132,7 @@ def test_changed_settings_train_the_runs_that_have_them(finished: Checkout) -> N
     assert plan == {**dict.fromkeys([*simulated, "break_even_tables", "claims"], 1), "figure": 4}
 
 
+@pytest.mark.costly
 def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
     engine = finished.path / "edgc" / "engine.py"
     code = "from __future__ import annotations\n"
@@ -191,6 +192,7 @@ def reverse_times(folder: Path) -> None:
         os.utime(path, (time.time() - age / 100,) * 2)
 
 
+@pytest.mark.costly
 def test_results_that_lost_their_times_are_used_as_they_are(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
     reverse_times(folder)
@@ -245,6 +247,7 @@ def in_training(finished: Checkout) -> Iterator[tuple[subprocess.Popen[str], Pat
 
 
 @pytest.mark.slow
+@pytest.mark.costly
 def test_a_workflow_that_is_ended_ends_its_jobs_and_is_continued(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
     with in_training(finished) as (process, run):
