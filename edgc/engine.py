@@ -129,7 +129,8 @@ class Engine:
         return bool(self._statistics.skipped)
 
     @property
-    def _compressors(self) -> tuple[Compressor, ...]:
+    def compressors(self) -> tuple[Compressor, ...]:
+        """Those that have state: the method's, and in warm-up that of warm-up."""
         return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up)
 
     @own_modes()
@@ -223,7 +224,7 @@ class Engine:
         Args:
             gradient: as it was given to :meth:`exchange`.
         """
-        for compressor in self._compressors:
+        for compressor in self.compressors:
             compressor.take_back(name, gradient)
 
     @own_modes()
@@ -232,7 +233,7 @@ class Engine:
         is returned."""
         factor = scale / self.entropy.scale
         if factor != 1:
-            for compressor in self._compressors:
+            for compressor in self.compressors:
                 compressor.rescale(factor)
             self.entropy.scale = scale
         return factor
@@ -258,7 +259,7 @@ class Engine:
         rank = self.rank if self.compressor.has_rank and self._statistics.lossy else None
         self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
         self.decision = None
-        for compressor in self._compressors:
+        for compressor in self.compressors:
             compressor.settle(not skipped)
         if not self._due:
             self.iteration += 1

@@ -72,5 +72,6 @@ class MuLoCo(DiLoCo):
         ok = yield from super().end_round(deltas)
         if ok:
             # Before the next delta is added, and not in a void round, which leaves the state as it was.
-            self.engine.compressor.rescale(self.config.error_decay)
+            for compressor in self.engine.compressors:
+                compressor.rescale(self.config.error_decay)
         return ok

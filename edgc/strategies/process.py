@@ -107,15 +107,20 @@ class ProcessStrategy:
         ``shared`` is the same on every replica.
         """
         shared, own = self.strategy.shared_state(), self.strategy.own_state()
-        return {"settings": self._settings, "world": self.group.size(), "shared": shared, "own": own}
+        place = {"world": self.group.size(), "rank": self.group.rank()}
+        return {"settings": self._settings, **place, "shared": shared, "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of this rank, or of that of any replica where the number of replicas has
         changed: what is a replica's own is then left out. The model has its weights by then."""
-        need(state, ("settings", "world", "shared", "own"), "state")
+        need(state, ("settings", "world", "rank", "shared", "own"), "state")
         if state["settings"] != self._settings:
             raise UserError("the saved state is of other settings", where=self._where, fix="register with the same")
-        self.strategy.load_state(state["shared"], state["own"] if state["world"] == self.group.size() else None)
+        same = state["world"] == self.group.size()
+        if same and state["rank"] != self.group.rank():
+            what = f"the saved state is of rank {state['rank']}, but this is rank {self.group.rank()}"
+            raise UserError(what, where=self._where, fix="save and load one state per rank")
+        self.strategy.load_state(state["shared"], state["own"] if same else None)
 
     def _let_go(self) -> None:
         """Leave the optimizer's steps alone from now on."""

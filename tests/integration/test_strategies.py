@@ -83,7 +83,10 @@ def refusals() -> None:
     demo = StrategyConfig.from_dict("demo")
     refused(lambda: edgc.register(wrapped, EDGCConfig(method="bf16"), strategy=demo, **options), "compression.method")
     assert len(dist.distributed_c10d._world.pg_map) == groups
-    edgc.register(wrapped, config, strategy=diloco, **options).remove()
+    handle = edgc.register(wrapped, config, strategy=diloco, **options)
+    assert isinstance(handle, StrategyHandle)
+    refused(lambda: handle.load_state_dict(handle.state_dict() | {"rank": 9}), "state is of rank 9", "per rank")
+    handle.remove()
     assert len(dist.distributed_c10d._world.pg_map) == groups
 
 

@@ -63,6 +63,17 @@ def test_error_feedback_decays_from_round_to_round(world: int) -> None:
     assert distance(weights(trained), anchor) < 1e-4
 
 
+def test_error_feedback_of_warm_up_decays_too() -> None:
+    warm_up = {"method": "edgc", "r_max": 4, "rank_multiple": 1, "warmup_bits": 4, "window": 20}
+    decayed, plain = (
+        train(rehearsal({"name": name, "every": 2}, warm_up, make=adamw, iterations=400), 2).strategies[0].engine  # type: ignore[attr-defined]
+        for name in ("muloco", "diloco")
+    )
+    for name, error in plain.warm_up.kept.items():
+        torch.testing.assert_close(decayed.warm_up.kept[name], 0.95 * error)
+    assert plain.warm_up.kept
+
+
 @needs_muon
 def test_muon_scales_by_outputs_over_inputs_and_is_one_optimizer() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 16), nn.Linear(16, 4))

@@ -103,16 +103,24 @@ def test_averaged_gradients_owe_the_same_among_another_number_of_replicas() -> N
     torch.testing.assert_close(torch.stack(owed[:2]).mean(0), torch.stack(owed[2:]).mean(0))
 
 
+def states(trained: Rehearsal) -> list[Any]:
+    """State of every replica's strategy, but for the number of steps, and of engines what compresses."""
+    found = [state for each in trained.strategies for state in (each.shared_state(), each.own_state())]
+    kept = [{k: v["compressor"] if k == "engine" else v for k, v in s.items() if k != "step"} for s in found]
+    return copy.deepcopy(kept)
+
+
 @each
 def test_a_gradient_that_is_not_finite_makes_step_or_round_void_on_all(name: str) -> None:
     trained, settings = made(name, make=optimizer_of(name))
     train(trained, settings.period)
-    before = weights(trained)
+    before, state = weights(trained), states(trained)
     for step in range(settings.period):
         inputs = [batch(trained.taken, rank) for rank in range(2)]
         if step == settings.period // 2:
             inputs[1][0, 0] = math.nan
         trained.step(inputs)
+    assert settings.equal == "never" or same(states(trained), state)
     if settings.equal == "never":
         train(trained, settings.period)  # what is under way may be of before
     for after in replicas(trained):
