@@ -17,9 +17,8 @@ that each replica has sent by then, of all replicas in one process at the W that
 Bytes are counted at the collectives; what SparseLoCo sends grows with W, for its messages are all-gathered, the rest
 hardly does. Outer settings of DiLoCo and SparseLoCo are the best of five trials each with another seed, Dion's rate of
 three. A run of one seed judges nothing."""
-# Of strategies, and of what is compressed at every step.
-COLOURS = {"diloco": "#CC79A7", "sparseloco": "#56B4E9", "dion": "#009E73"}
-BLACK = "#000000"
+# Colours and markers of strategies; runs without one look as their method does in every figure.
+LOOKS = {"diloco": ("#CC79A7", "s"), "sparseloco": ("#56B4E9", "^"), "dion": ("#009E73", "v")}
 
 
 def draw(results: Path) -> Figure:
@@ -28,10 +27,9 @@ def draw(results: Path) -> Figure:
     points = curves.dropna(subset=["validation_perplexity"])
     points = points.assign(loss=np.log(points["validation_perplexity"]), sent=points["bytes"] / 1e6)
     fig, (by_iteration, by_bytes) = style.figure(2, 1, height=5.4)
-    for number, (_, run) in enumerate(runs.iterrows()):
+    for _, run in runs.iterrows():
         rows = points[(points["variant"] == run["variant"]) & (points["seed"] == run["seed"])]
-        look: dict[str, Any] = {"color": colour(run), "marker": style.MARKERS[number % len(style.MARKERS)]}
-        look["markersize"] = 3
+        look: dict[str, Any] = dict(zip(("color", "marker"), looks(run), strict=True), markersize=3)
         label = run["label"] if run["seed"] == runs.loc[runs["variant"] == run["variant"], "seed"].iloc[0] else None
         by_iteration.plot(rows["iteration"], rows["loss"], label=label, **look)
         by_bytes.plot(rows["sent"], rows["loss"], **look)
@@ -50,11 +48,10 @@ def draw(results: Path) -> Figure:
     return texts.finish(fig, fig.axes, finding(runs), note)
 
 
-def colour(run: pd.Series) -> str:
-    """Colour of a run: of its strategy, or else of its method of compression."""
-    method = run["method"] if isinstance(run["method"], str) else "none"
-    usual = BLACK if method == "none" else style.by_name(method).colour
-    return COLOURS.get(run["strategy"], usual)
+def looks(run: pd.Series) -> tuple[str, str]:
+    """Colour and marker of a run: of its strategy, or else of its method of compression."""
+    family = style.by_name(run["method"] if isinstance(run["method"], str) else "none")
+    return LOOKS.get(run["strategy"], (family.colour, family.marker))
 
 
 def finding(runs: pd.DataFrame) -> str:
