@@ -51,7 +51,7 @@ def changed(changes: dict[str, Any], study: str = "strategies") -> RunConfig:
         ({"parallel": {"virtual_pipeline": 2}}, "parallel.virtual_pipeline needs parallel.pipeline above 1"),
         ({"strategy": {"every": 5}}, "strategy.name = None is not valid (in study.yaml); use one of"),
         ({"strategy": {"name": ["dion"]}}, "strategy.name = ['dion'] is not valid (in study.yaml); use one of"),
-        ({"strategy": {"name": "diloco", "every": 101}}, "strategy.every = 101 is longer than the run"),
+        ({"strategy": {"name": "diloco", "every": 9999}}, "strategy.every = 9999 is longer than the run"),
         ({"strategy": "dion"}, "strategy.name = 'dion' makes the direction of a step itself (in study.yaml); set"),
         (
             {"train": {"optimizer": "muon"}, "compression": {"method": "topk", "momentum": 0.9}},
