@@ -147,4 +147,5 @@ def weights(trained: Rehearsal, replica: int = 0) -> dict[str, Tensor]:
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """Largest difference of an entry, relative to the largest entry."""
-    return max(float((one[n].double() - other[n].double()).abs().max() / other[n].abs().max()) for n in other)
+    filled = [n for n in other if other[n].numel()]
+    return max(float((one[n].double() - other[n].double()).abs().max() / other[n].abs().max()) for n in filled)

@@ -84,7 +84,7 @@ def test_two_replicas_have_the_bits_of_two_processes(name: str) -> None:
     assert all(torch.equal(weights[key], there[2][key]) for key in weights)
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.costly)])
 @pytest.mark.parametrize("name", CASES)
 def test_more_replicas_are_as_many_processes_up_to_the_order_of_sums(name: str, world: int) -> None:
     losses, sent, weights = rehearsed(name, world)

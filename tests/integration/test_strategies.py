@@ -138,7 +138,7 @@ def test_two_ranks_are_their_rehearsal_bit_for_bit(name: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.costly)])
 def test_more_ranks_are_their_rehearsal_within_rounding(name: str, world: int) -> None:
     found = [rank[name] for rank in ranks(world)]
     rehearsed, _ = made(name, world, make=optimizer_of(name))
