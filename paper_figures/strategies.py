@@ -15,7 +15,7 @@ CAPTION = """\
 **Strategies rehearsed.** Validation loss of the mean of the replicas' weights against (a) iterations and (b) the bytes
 that each replica has sent by then, of all replicas in one process at the W that stands below. Left and down is better.
 Bytes are counted at the collectives; what SparseLoCo sends grows with W, for its messages are all-gathered, the rest
-hardly does. Outer settings of DiLoCo and SparseLoCo are the best of five trials each with another seed, Dion's rate of
+hardly does. Settings of DiLoCo and SparseLoCo were chosen among five trials each with another seed, Dion's rate among
 three. A run of one seed judges nothing."""
 # Colours and markers of strategies; runs without one look as their method does in every figure.
 LOOKS = {"diloco": ("#CC79A7", "s"), "sparseloco": ("#56B4E9", "^"), "dion": ("#009E73", "v")}
