@@ -16,8 +16,7 @@ its own with rate / sqrt(n), as the code's README has it. A matrix that its fact
 The code looks at its own M to see whether it is all zero; a replica whose expert had no token then takes another step
 than the rest. Here only means are looked at: along a column of zeros in R nothing moves, and Q keeps its column.
 Orthonormalisation is Householder's (``torch.linalg.qr``), not randomised Cholesky; r is not rounded up to a multiple;
-factors are sent in the type of M, at least fp32. A run of another number of replicas begins with M = 0 (the code can
-average M for a checkpoint), and with Q as it was.
+factors are sent in the type of M, at least fp32. A run of another number of replicas begins with M = 0 and Q as it was.
 """
 
 from __future__ import annotations
