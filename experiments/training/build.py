@@ -119,7 +119,6 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     if run.train.overlap_grad_reduce:
         config.no_sync_func = [c.no_sync for c in chunks] if run.parallel.virtual_pipeline else chunks[0].no_sync
     attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
-    assert isinstance(attachment, Attachment)
     recorders = _recorders(run, attachment)
     attachment.engine.observer = observe_with(recorders)
     pipeline = attachment.pipeline if run.parallel.pipeline > 1 else None
