@@ -211,7 +211,7 @@ class Strategy:
         return False
 
     def before_step(self, gradients: Mapping[str, Tensor]) -> Asked:
-        """What happens to the gradients before the optimizer steps.
+        """Prepare the gradients that the optimizer steps with.
 
         Args:
             gradients: by parameter name, in the parameters' shapes; overwritten by what the optimizer is to see.
@@ -223,7 +223,7 @@ class Strategy:
         return True
 
     def after_step(self) -> Steps:
-        """What happens after the optimizer has stepped, or should have; counts the step."""
+        """Finish a step that the optimizer has taken, or should have; counts it."""
         self.step += 1
         yield from ()
 

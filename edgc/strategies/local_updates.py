@@ -74,7 +74,7 @@ class LocalUpdates(Strategy):
             yield from self.after_local_step(taken)
 
     def after_local_step(self, taken: int) -> Steps:
-        """What happens after the local step of this number, counted from 1."""
+        """Finish the local step of this number, counted from 1."""
         if taken % self.config.every == 0:
             if not (yield from self.end_round(self.deltas())):
                 self.replica.mend_optimizer()
@@ -89,7 +89,7 @@ class LocalUpdates(Strategy):
         raise NotImplementedError
 
     def deltas(self) -> dict[str, Tensor]:
-        """What this replica has moved since the anchor, as a gradient: against the direction of the move."""
+        """Moves of this replica since the anchor, as a gradient: against their direction."""
         return {name: self.anchor[name] - p.detach() for name, p in self.parameters.items()}
 
     def shared_state(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ProcessStrategy:
 
     @property
     def reduces(self) -> bool:
-        """Whether the driver averages the gradients of the step under way."""
+        """True if the driver averages the gradients of the step under way."""
         return self.strategy.reduces(self.strategy.step + 1)
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -19,7 +19,7 @@ from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 
 ORDER = 32
-"""Of the Hadamard matrices, as in SDP4Bit."""
+"""Rows of the Hadamard matrices, as in SDP4Bit."""
 
 
 def rotate(vector: Tensor) -> None:
