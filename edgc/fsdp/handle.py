@@ -98,7 +98,9 @@ class Handle:
         """Forward hook of the root: backward will begin at what it returns."""
         if self._queued and torch._C._current_graph_task_id() < 0 and torch.is_grad_enabled():
             what = "the last backward did not come to its end, and error feedback is in the middle of it"
-            raise UserError(what, where="edgc.fsdp", fix="call handle.remove() and register anew")
+            raise UserError(
+                what, where="edgc.fsdp", fix="call model.reset_iter_state() and handle.remove(), and register anew"
+            )
         for tensor in outputs(output):
             tensor.register_hook(lambda _: self._queue())
 
