@@ -3,7 +3,8 @@
 What follows from how FSDP2 works:
 
 * torch reduce-scatters a unit's gradients within the shard group, in backward; the hook then averages this rank's
-  shards over the ranks that hold the same ones. Shards are blocks of rows, and each is compressed by itself.
+  shards over the ranks that hold the same ones. Shards are blocks of rows; what is compressed entry by entry stays so,
+  for low rank most matrices are put together on one rank first (:mod:`edgc.fsdp.whole`).
 * An iteration is one backward that averages; those under ``set_requires_gradient_sync(False)`` only accumulate, and
   under ``set_requires_all_reduce(False)`` what the shard group has reduced waits for the next one that averages.
 * It ends when torch has ended backward. There the shard group learns whether any gradient on any of its ranks was not
@@ -14,7 +15,7 @@ What follows from how FSDP2 works:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from edgc.engine import Iteration
 from edgc.errors import UserError
 from edgc.fsdp.state import Place, Saved
 from edgc.fsdp.units import Layout, ShardsOnly, Unit, outputs
+from edgc.fsdp.whole import WholeMatrices
 from edgc.runtime.device import HostCopy, own_modes
 
 
@@ -47,6 +49,7 @@ class Handle:
         engine: reduces the gradients; not to be called from outside.
         model: its root.
         scaler: follows the loss scale of this ``GradScaler``.
+        owners: of matrices that one rank of a shard group averages whole (:mod:`edgc.fsdp.whole`).
         place: what its state is of; by default of this rank's shard.
     """
 
@@ -57,11 +60,14 @@ class Handle:
         units: Sequence[Unit],
         layout: Layout,
         scaler: Any,
+        *,
+        owners: Mapping[str, int] | None = None,
         place: Place | None = None,
     ) -> None:
         self.engine, self._units, self._layout, self._scaler = engine, list(units), layout, scaler
         self._device = units[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._whole = WholeMatrices(owners or {}, layout.shards)
         self._place = place or Place.of(layout)
         self._skipped = 0
         self._queued = False  # whether the end of a backward will call
@@ -133,8 +139,10 @@ class Handle:
         if unit.accumulates(flat):
             return
         self._begin(unit)
-        if gradients := unit.gradients(flat):
+        gradients, put_back = self._whole.take(unit.check(flat), flat)
+        if gradients:
             self.engine.reduce(gradients, self._layout.replicas)
+        put_back()
         if self._layout.native and unit.divides_by is not None:
             assert self._layout.replicas is not None
             flat.mul_(self._layout.replicas.size())  # torch would have added
@@ -255,7 +263,7 @@ class Handle:
     # What differs where the reduce-scatter itself is compressed (edgc.fsdp.scatter).
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {part.name: part.shape for unit in self._units for part in unit.parts}
+        return self._whole.shapes(part for unit in self._units for part in unit.parts)
 
     def _engine_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.engine.state_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from edgc.fsdp.handle import Handle, Scaler
 from edgc.fsdp.scatter import ScatterHandle, refuse_method
 from edgc.fsdp.strategy import StrategyHandle
 from edgc.fsdp.strategy import refuse as refuse_strategy
-from edgc.fsdp.units import WHERE, Layout, Unit, layout_of, units_of
+from edgc.fsdp.units import WHERE, Layout, Part, Unit, layout_of, units_of
+from edgc.fsdp.whole import owners_of
 from edgc.runtime.groups import gather_objects
 from edgc.strategies.base import StrategyConfig
 
@@ -65,29 +66,40 @@ def register(
     elif layout.replicas is None:
         handle = ScatterHandle(config, model, units, layout, scaler)
     else:
+        owners = {}
+        if config.build().has_rank:
+            parts = [part for unit in units if unit.by_rows for part in _compressed(unit, config)]
+            owners = owners_of(parts, layout.shards.size())
         engine = Engine(
             config,
             stage=0,
-            stages=[_matrices(units, config, looked_up)],
+            stages=[_matrices(units, config, owners, looked_up)],
             iterations=iterations,
             overlapped=units[0].device.type == "cuda",
             embeddings=looked_up,
         )
-        handle = Handle(engine, model, units, layout, scaler)
+        handle = Handle(engine, model, units, layout, scaler, owners=owners)
     handle.start()
     return handle
 
 
-def _matrices(units: Sequence[Unit], config: EDGCConfig, looked_up: set[str]) -> list[Matrix]:
-    """Shards that are compressed, as large as the first rank's: equal on all ranks."""
+def _compressed(unit: Unit, config: EDGCConfig) -> list[Part]:
+    """Parameters that are large enough to be compressed as a whole."""
+    bits = 8 * unit.dtype.itemsize
+    return [part for part in unit.parts if compressible(part.whole, config.min_compression_elements, bits)]
+
+
+def _matrices(
+    units: Sequence[Unit], config: EDGCConfig, owners: Mapping[str, int], looked_up: set[str]
+) -> list[Matrix]:
+    """What is compressed on any rank, whole matrices and shards as large as the first rank's: equal on all ranks."""
     found = []
     for unit in units:
         bits = 8 * unit.dtype.itemsize
-        found += [
-            Matrix(part.padded[0], part.padded[1], bits, part.name in looked_up)
-            for part in unit.parts
-            if compressible(part.padded, config.min_compression_elements, bits)
-        ]
+        for part in _compressed(unit, config):
+            shape = part.whole if part.name in owners else part.padded
+            if compressible(shape, config.min_compression_elements, bits):
+                found.append(Matrix(shape[0], shape[1], bits, part.name in looked_up))
     return found
 
 

@@ -49,12 +49,8 @@ class Slot:
     first: int
 
     @property
-    def source(self) -> slice:
-        return slice(self.part.offset, self.part.offset + math.prod(self.part.padded))
-
-    @property
     def columns(self) -> slice:
-        return slice(self.first, self.first + math.prod(self.part.padded))
+        return slice(self.first, self.first + self.part.entries)
 
 
 class ScatterEngine:
@@ -88,7 +84,7 @@ class ScatterEngine:
         slots, lossy, dense = [], 0, 0
         align = 1 if self.method is None else math.lcm(self.method.align, 32)
         for part in parts:
-            size = math.prod(part.padded)
+            size = part.entries
             if self.method is not None and compressible(part.whole, self.config.min_compression_elements, bits):
                 slots.append(Slot(part, True, lossy))
                 lossy += -(-size // align) * align
@@ -105,13 +101,13 @@ class ScatterEngine:
         exact = source if not lossy else source.new_empty(self.world, dense)
         for slot in slots if lossy else ():
             if not slot.lossy:
-                exact[:, slot.columns] = source[:, slot.source]
+                exact[:, slot.columns] = source[:, slot.part.place]
         if exact.numel():
             channel.scatter_means([exact.view(-1)])
         work = torch.zeros(self.world, lossy, dtype=torch.float32, device=source.device)
         mean = self._exchange([slot for slot in slots if slot.lossy], work, source, channel, weight)
         for slot in slots:
-            out = output[slot.source]
+            out = output[slot.part.place]
             if not slot.lossy:
                 out.copy_(exact[self.me, slot.columns]).mul_(weight * self.world)
                 continue
@@ -135,7 +131,7 @@ class ScatterEngine:
             channel.finish()
             return work[self.me]
         for slot in slots:
-            work[:, slot.columns] = source[:, slot.source]
+            work[:, slot.columns] = source[:, slot.part.place]
         self._statistics.gradient_sq = self._statistics.gradient_sq + _square(work)
         for slot in slots:
             if slot.part.name in self.errors:
@@ -245,7 +241,7 @@ class ScatterHandle(Handle):
     ) -> None:
         # Every rank computes with gradients of its own here: to error feedback it is a replica.
         place = Place("whole", layout.shards.rank(), layout.shards.size())
-        super().__init__(ScatterEngine(config, layout.shards), model, units, layout, scaler, place)
+        super().__init__(ScatterEngine(config, layout.shards), model, units, layout, scaler, place=place)
 
     def start(self) -> None:
         for unit in self._units:

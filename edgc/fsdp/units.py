@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from edgc.compressors import Gradient
 from edgc.errors import UserError
 
 WHERE = "edgc.fsdp.register"
@@ -41,6 +40,16 @@ class Part(NamedTuple):
     padded: tuple[int, ...]
     whole: tuple[int, ...]
     offset: int
+
+    @property
+    def entries(self) -> int:
+        """Of the largest shard."""
+        return math.prod(self.padded)
+
+    @property
+    def place(self) -> slice:
+        """In the buffer of a shard."""
+        return slice(self.offset, self.offset + self.entries)
 
 
 class Unit:
@@ -122,19 +131,11 @@ class Unit:
             UserError: it does not, since backward has not come by some of them.
         """
         parts = self.parts
-        if sum(math.prod(part.padded) for part in parts) * shards != flat.numel():
+        if sum(part.entries for part in parts) * shards != flat.numel():
             what = f"some parameters beside {parts[0].name if parts else 'others'} got no gradient in this backward"
             fix = "call model.set_reduce_scatter_unused_params(True), or freeze what is not used"
             raise UserError(what, where="edgc.fsdp", fix=fix)
         return parts
-
-    def gradients(self, flat: Tensor) -> list[Gradient]:
-        """Views of this rank's shards in ``flat``, the result of the reduce-scatter; of empty ones none."""
-        return [
-            Gradient(part.name, flat[part.offset : part.offset + math.prod(part.shape)].view(part.shape))
-            for part in self.check(flat)
-            if math.prod(part.shape)
-        ]
 
     def set_all_reduce(self, hook: Any, stream: Any) -> None:
         """Let ``hook`` (None: nobody) have the result of every reduce-scatter, on ``stream`` of a GPU."""

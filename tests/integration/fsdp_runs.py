@@ -207,3 +207,38 @@ def watched(run: Run) -> Iterator[list[float]]:
         yield found
     finally:
         del engine.reduce, engine.end_iteration
+
+
+@contextmanager
+def scattered(run: Run) -> Iterator[list[float]]:
+    """Of a model sharded over all ranks: how far what a shard's owner has, plus the mean of what all keep of it, is
+    from the mean of what they had; of every parameter and step, relative to that."""
+    engine, found, waiting = run.handle.engine, list[float](), list[tuple[Any, Tensor, Tensor]]()
+    reduce, end = engine.reduce, engine.end_iteration
+    world, me = dist.get_world_size(), dist.get_rank()
+
+    def mean(parts: Any, source: Tensor | None = None) -> Tensor:
+        """Of a unit's ``source`` and what is kept of it, this rank's shard."""
+        kept = [engine.errors.get(part.name, torch.zeros(world, part.entries)) for part in parts]
+        total = torch.cat(kept, 1).double() + (0 if source is None else source.view(world, -1))
+        dist.all_reduce(total)
+        return total[me] / world
+
+    def watching(parts: Any, output: Tensor, source: Tensor, weight: float) -> None:
+        before = mean(parts, source)
+        reduce(parts, output, source, weight)
+        waiting.append((parts, before, output.double()))
+
+    def checked(**options: Any) -> None:
+        end(**options)
+        for parts, before, after in waiting:
+            gap = after + mean(parts) - before
+            for part in parts:
+                found.append(float(gap[part.place].norm() / before[part.place].norm().clamp_min(1e-12)))
+        waiting.clear()
+
+    engine.reduce, engine.end_iteration = watching, checked
+    try:
+        yield found
+    finally:
+        del engine.reduce, engine.end_iteration
