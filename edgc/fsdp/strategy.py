@@ -67,6 +67,8 @@ class StrategyHandle(ProcessStrategy):
     @own_modes()
     def _reduce(self, unit: Unit, flat: Tensor) -> None:
         """Average the result of a unit's reduce-scatter over replicas in steps in which the strategy says so."""
+        if flat.is_cuda:
+            flat.record_stream(torch.cuda.current_stream(flat.device))
         if not unit.accumulates(flat) and self.reduces:
             channel = self._open(self.group)
             channel.mean_(flat)
@@ -141,6 +143,11 @@ def refuse(
             settings.name == "dion",
             "makes orthonormal directions of whole matrices, and a rank has rows of them",
             "use edgc.ddp, or a strategy that works entry by entry",
+        ),
+        (
+            any(p.device.type != unit.device.type for unit in units for p in unit.parameters.values() if not p.is_meta),
+            "exchanges weights between devices, and these are offloaded to the CPU",
+            "leave CPUOffloadPolicy out",
         ),
         (any(p.is_meta for p in trained), "starts from the weights, and there are none yet", "register after to_empty"),
         (

@@ -168,10 +168,11 @@ def units_of(model: nn.Module) -> list[Unit]:
     Raises:
         UserError: for what cannot be reduced here.
     """
-    if not isinstance(model, FSDPModule):
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if model not in modules:
         what = f"edgc.fsdp.register was given a {type(model).__name__} that is not sharded"
         raise UserError(what, fix="call fully_shard on its layers and then on the model first")
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.reshard()  # so that names are found by sharded parameters
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -130,7 +130,7 @@ class Run:
     make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5)
 
     def __post_init__(self) -> None:
-        self.net = self.net or sharded(self.mesh)
+        self.net = sharded(self.mesh) if self.net is None else self.net
         self.optimizer = self.make(self.net.parameters())
         self.handle: Any = None
         if self.settings is not None:

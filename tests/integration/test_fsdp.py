@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
+import re
 import tempfile
 import warnings
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
@@ -40,7 +44,9 @@ from tests.integration.fsdp_runs import (
 from tests.strategy_cases import settings_of
 from tests.workers import Cases, refused, said, same
 
-pytestmark = pytest.mark.slow
+KNOWN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # of torch 2.13
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not KNOWN, reason="edgc.fsdp needs torch 2.13")]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "library" / "fsdp.md"
 case = Cases(4, __name__)
 
 
@@ -424,6 +430,29 @@ def strategies() -> None:
     options["strategy"] = settings_of("diloco")
     optimizer = torch.optim.SGD(empty.parameters(), lr=0.1)
     refused(lambda: register(empty, config, optimizer=optimizer, **options), "diloco", "to_empty")
+
+
+@case
+def page() -> None:
+    """The blocks of docs/library/fsdp.md: three lines, a program that learns and sends less, and its state."""
+    first, program, saved, shared = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(first.splitlines()) == 3 and first.splitlines()[-1] in program
+    program = (
+        re.sub(r"dist\.(init|destroy)_process_group.*", "", program)
+        .replace("range(200)", "range(30)")
+        .replace("% 50 == 49", "% 15 == 14")
+    )
+    names: dict[str, Any] = {}
+    printed, folder = io.StringIO(), gather_objects(tempfile.mkdtemp())[0]
+    with contextlib.redirect_stdout(printed):
+        exec(program, names)
+    for block in (saved, shared.replace("replicas=4", "replicas=2")):
+        exec(block.replace("step-100", folder), names)
+    lines = re.findall(r"step (\d+): loss ([\d.]+), (\d+) bytes sent", printed.getvalue())
+    assert [int(step) for step, _, _ in lines] == ([15, 30] if dist.get_rank() == 0 else [])
+    if lines:
+        assert float(lines[1][1]) < float(lines[0][1])
+        assert 0 < int(lines[1][2]) < 0.25 * 4 * sum(p.numel() for p in names["model"].parameters())
 
 
 test_fsdp = case.test()
