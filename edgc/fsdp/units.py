@@ -65,6 +65,7 @@ class Unit:
         self.module, self._group = module, group
         self._names = [names[each.sharded_param] for each in group.fsdp_params]
         self._partial: Tensor | None = None
+        self._own: Any = None  # torch's reduce-scatter, while another has its place
 
     @property
     def parts(self) -> list[Part]:
@@ -144,17 +145,15 @@ class Unit:
 
     def set_reduce_scatter(self, scatter: Any) -> None:
         """Let ``scatter`` (None: torch) do the reduce-scatter."""
-        if scatter is None:
-            from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-
-            scatter = DefaultReduceScatter()
-        self.module.set_custom_reduce_scatter(scatter)
+        if scatter is not None:
+            self._own = self._group._reduce_scatter_comm
+        self.module.set_custom_reduce_scatter(scatter or self._own)
 
     @property
     def hooked(self) -> bool:
         """True if somebody has set a hook of his own."""
-        default = type(self._group._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
-        return self._group._all_reduce_hook is not None or not default
+        torchs = type(self._group._reduce_scatter_comm).__module__.startswith("torch.")
+        return self._group._all_reduce_hook is not None or not torchs
 
 
 def matrix_shape(size: Sequence[int]) -> tuple[int, ...]:

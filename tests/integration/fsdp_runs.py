@@ -87,11 +87,13 @@ def plain_net(again: str = "", device: str = "cpu") -> Net:
         return Net(again)
 
 
-def sharded(mesh: DeviceMesh, *, again: str = "", meta: bool = False, **options: Any) -> Net:
+def sharded(
+    mesh: DeviceMesh, *, again: str = "", meta: bool = False, root: dict[str, Any] | None = None, **options: Any
+) -> Net:
     net = plain_net(again, "meta" if meta else "cpu")
     for block in net.blocks:
         fully_shard(block, mesh=mesh, **options)
-    fully_shard(net, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options | (root or {}))
     return net
 
 
@@ -125,6 +127,7 @@ class Run:
     accumulation: int = 1
     keep_back: str = "gradients"
     clip: float = 0.0
+    decay: float = 1.0  # of the rate, every step
     net: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5)
@@ -158,6 +161,7 @@ class Run:
                 norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
                 self.norms.append(float(norm.full_tensor()))
             self.optimizer.step()
+            self.optimizer.param_groups[0]["lr"] *= self.decay
             if isinstance(self.handle, edgc.fsdp.Handle):
                 self.ranks.append(self.handle.last.rank)
         return self
@@ -165,6 +169,38 @@ class Run:
     @property
     def weights(self) -> dict[str, Tensor]:
         return locals_of(self.net)
+
+
+class Scaler:
+    """A loss scale that the test sets."""
+
+    factor = 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        return bias.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.index_fill(0, torch.zeros(1, dtype=torch.int64), torch.nan)
+
+
+@contextmanager
+def poisoned(net: Any, on: bool) -> Iterator[None]:
+    """Where ``on``, one entry of one gradient is not finite: the first of a vector, which the first shard has."""
+    narrow = net.blocks[0].narrow
+    if on:
+        narrow.forward = lambda x: nn.functional.linear(x, narrow.weight, _Poison.apply(narrow.bias))
+    try:
+        yield
+    finally:
+        if on:
+            del narrow.forward
 
 
 def replicas_equal(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> bool:
@@ -213,7 +249,7 @@ def watched(run: Run) -> Iterator[list[float]]:
 def scattered(run: Run) -> Iterator[list[float]]:
     """Of a model sharded over all ranks: how far what a shard's owner has, plus the mean of what all keep of it, is
     from the mean of what they had; of every parameter and step, relative to that."""
-    engine, found, waiting = run.handle.engine, list[float](), list[tuple[Any, Tensor, Tensor]]()
+    engine, found, waiting = run.handle.engine, list[float](), list[tuple[Any, Tensor, Tensor, bool]]()
     reduce, end = engine.reduce, engine.end_iteration
     world, me = dist.get_world_size(), dist.get_rank()
 
@@ -227,13 +263,14 @@ def scattered(run: Run) -> Iterator[list[float]]:
     def watching(parts: Any, output: Tensor, source: Tensor, weight: float) -> None:
         before = mean(parts, source)
         reduce(parts, output, source, weight)
-        waiting.append((parts, before, output.double()))
+        waiting.append((parts, before, output.double(), output.dtype == torch.float32))
 
     def checked(**options: Any) -> None:
         end(**options)
-        for parts, before, after in waiting:
+        for parts, before, after, exact in waiting:
             gap = after + mean(parts) - before
-            for part in parts:
+            # Vectors go as they are, and in bf16 their means are rounded as torch rounds them.
+            for part in parts if exact else [part for part in parts if len(part.whole) == 2]:
                 found.append(float(gap[part.place].norm() / before[part.place].norm().clamp_min(1e-12)))
         waiting.clear()
 
