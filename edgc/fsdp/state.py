@@ -53,7 +53,7 @@ class Place(NamedTuple):
         """This place's own state in what was saved, or else those of its part in all replicas.
 
         Raises:
-            UserError: there is none.
+            UserError: there is none, or only other replicas' of as many.
         """
         given = [saved] if isinstance(saved, Mapping) else saved
         every = {key: value for each in given for key, value in each.items()}
@@ -62,5 +62,8 @@ class Place(NamedTuple):
             what = f"the saved state has {', '.join(sorted(every)) or 'nothing'}, and this rank is {self.part}"
             fix = "give every rank its own state, or all of them; shard over as many ranks as it was saved with"
             raise UserError(what, where="edgc.fsdp", fix=fix)
+        if self.key() not in mine and (others := mine.keys() & self.placeholders(self.replicas).keys()):
+            what = f"the saved state is of {', '.join(sorted(others))}, and this rank is {self.key()}"
+            raise UserError(what, where="edgc.fsdp", fix="save and load one state per rank")
         chosen = [mine[self.key()]] if self.key() in mine else list(mine.values())
         return [torch.load(io.BytesIO(each), weights_only=True) for each in chosen]

@@ -437,6 +437,9 @@ def strategies() -> None:
         again.optimizer.load_state_dict(moments)
         again.handle.load_state_dict(state)
         assert same(again.train(3, 5).weights, run.train(3, 5).weights), name
+        replica = [piece for one in gather_objects(state) for piece in one.items() if piece[0] not in state]
+        wrong = {key: value for key, value in replica if key[:6] == next(iter(state))[:6]}
+        refused(lambda load=again.handle.load_state_dict, wrong=wrong: load(wrong), "save and load one state per rank")
         # With one shard a replica it is the same strategy under DDP.
         uncut = Run(mesh_of(4), compression, decay=0.3, **options).train(0, 3)
         net = plain_net()
