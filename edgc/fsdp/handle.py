@@ -126,7 +126,7 @@ class Handle:
             if self._scaler is not None:
                 self.engine.rescale(float(self._scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))))
         if id(unit) in self._seen:
-            what = f"the unit of {unit.parts[0].name} was reduced twice in one backward"
+            what = f"the unit of {unit.name} was reduced twice in one backward"
             fix = "call set_requires_gradient_sync(False) until the last use of it"
             raise UserError(what, where="edgc.fsdp", fix=fix)
         self._seen.add(id(unit))

@@ -29,6 +29,7 @@ from edgc.checks import need
 from edgc.compressors import Channel, Statistics
 from edgc.compressors.base import compressible, finite, seeded, square_sums, within
 from edgc.compressors.dense import NoCompression
+from edgc.compressors.ef21 import Estimates
 from edgc.compressors.entrywise.quantize import Quantised, rotate
 from edgc.config import EDGCConfig
 from edgc.engine import Iteration
@@ -284,6 +285,9 @@ def refuse_method(config: EDGCConfig, units: Sequence[Unit]) -> None:
         UserError: naming the method and what to write instead.
     """
     method = config.build()
+    if isinstance(method, Estimates):
+        what = "ef21 keeps the mean on every rank, and a model that is sharded over all ranks has parts of it"
+        raise UserError(what, where=WHERE, fix="set ef21: false")
     if not isinstance(method, (Quantised, NoCompression)):
         why = "all-reduces factors of whole matrices, and a" if method.has_rank else "is made for all-reduces; a"
         what = f"method {config.method} {why} model that is sharded over all ranks is reduce-scattered"
@@ -291,7 +295,7 @@ def refuse_method(config: EDGCConfig, units: Sequence[Unit]) -> None:
         raise UserError(what, where=WHERE, fix=fix)
     for unit in units:
         if not unit.by_rows:
-            what = f"the unit of {unit.parts[0].name} is sharded along another dimension than the first"
+            what = f"the unit of {unit.name} is sharded along another dimension than the first"
             raise UserError(what, where=WHERE, fix="leave shard_placement_fn out")
 
 

@@ -68,6 +68,11 @@ class Unit:
         self._own: Any = None  # torch's reduce-scatter, while another has its place
 
     @property
+    def name(self) -> str:
+        """Of its first parameter, for messages."""
+        return self._names[0]
+
+    @property
     def parts(self) -> list[Part]:
         """Places of what is trained now, in the order of the buffer."""
         parts, offset = [], 0
@@ -111,8 +116,8 @@ class Unit:
     @property
     def dtype(self) -> torch.dtype:
         """Type in which gradients are reduced."""
-        policy, parameters = self._group.mp_policy, list(self.parameters.values())
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameters[0].dtype
+        policy, parameters = self._group.mp_policy, self._group.fsdp_params
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameters[0].sharded_param.dtype
         return dtype
 
     @property
@@ -133,7 +138,7 @@ class Unit:
         """
         parts = self.parts
         if sum(part.entries for part in parts) * shards != flat.numel():
-            what = f"some parameters beside {parts[0].name if parts else 'others'} got no gradient in this backward"
+            what = f"some parameters beside {self.name} got no gradient in this backward"
             fix = "call model.set_reduce_scatter_unused_params(True), or freeze what is not used"
             raise UserError(what, where="edgc.fsdp", fix=fix)
         return parts
@@ -162,7 +167,7 @@ def matrix_shape(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units of ``model`` that train something.
+    """The units of ``model``, also those that are frozen: they may be thawed.
 
     Raises:
         UserError: for what cannot be reduced here.
@@ -182,12 +187,12 @@ def units_of(model: nn.Module) -> list[Unit]:
             what = f"{type(module).__name__} has parameters on several meshes (shard_placement_fn)"
             raise UserError(what, where=WHERE, fix="call fully_shard on the modules of each mesh")
         for group in groups:
-            if id(group) not in seen and any(each.sharded_param.requires_grad for each in group.fsdp_params):
+            if id(group) not in seen:
                 units.append(Unit(module, group, names))
             seen.add(id(group))
     for unit in units:
         _refuse(unit)
-    if not units:
+    if not any(unit.parts for unit in units):
         raise UserError("the model has nothing to train", where=WHERE, fix="unfreeze it, or do not register it")
     return units
 
@@ -202,7 +207,7 @@ def _groups(module: Any) -> list[Any]:
 
 def _refuse(unit: Unit) -> None:
     if unit.hooked:
-        what = f"the unit of {unit.parts[0].name} already has a hook or a reduce-scatter of its own"
+        what = f"the unit of {unit.name} already has a hook or a reduce-scatter of its own"
         raise UserError(what, where=WHERE, fix="register once, before setting others, or call handle.remove() first")
     for each, name in zip(unit._group.fsdp_params, unit._names, strict=True):
         if each.is_dtensor:

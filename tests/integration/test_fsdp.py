@@ -279,6 +279,24 @@ def steps_given_up() -> None:
 
 
 @case
+def frozen_and_thawed() -> None:
+    """Parameters that are frozen when the model is registered, also those of a whole unit, are averaged once they are
+    trained; those that are frozen later are no longer."""
+    mesh = mesh_of(2)
+    for given, options in ((mesh, {}), (mesh["shard"], {"replicas": mesh["replicate"]})):
+        net = sharded(given)
+        net.blocks[1].requires_grad_(False)
+        run = Run(given, POWERSGD, net=net, options=options, clip=1.0).train(0, 1)
+        net.blocks[1].requires_grad_(True)
+        net.blocks[0].up.requires_grad_(False)
+        before = run.weights
+        run.train(1, 3)
+        assert replicas_equal(mesh, run.weights)
+        assert not same(run.weights["blocks.1.frozen.weight"], before["blocks.1.frozen.weight"])
+        assert any("blocks.1.up.weight" in row for row in gather_objects(list(run.handle.engine.compressor.kept)))
+
+
+@case
 def loss_scales() -> None:
     """With scales that are powers of two, and change, a run is that without, bit for bit."""
     for mesh, settings in ((mesh_of(2), POWERSGD), (mesh_of(1)["shard"], {"method": "quantize", "bits": 4, **SMALL})):
@@ -306,6 +324,8 @@ def refusals() -> None:
     refused(lambda: register(sharded(mesh_of(1)), low, **options), "powersgd", "factors", "2-D mesh")
     refused(lambda: register(sharded(mesh_of(1)["shard"]), low, **options), "powersgd", "2-D mesh")
     refused(lambda: register(sharded(mesh_of(1)), EDGCConfig(method="topk"), **options), "topk", "method: quantize")
+    estimates = EDGCConfig(method="quantize", ef21=True)
+    refused(lambda: register(sharded(mesh_of(1)), estimates, **options), "ef21: false")
     refused(lambda: register(sharded(mesh["shard"]), low, **options), "2 of 4 ranks", "replicas=mesh")
     refused(lambda: register(sharded(mesh), low, replicas=mesh["replicate"], **options), "leave replicas out")
     refused(lambda: register(sharded(mesh), low, iterations=9 + dist.get_rank()), "give the same on every rank")
