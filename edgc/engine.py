@@ -124,9 +124,14 @@ class Engine:
         return self._due and (self.plan.exchange or self.monitor.closes_at_once or self._unused)
 
     @property
+    def skips(self) -> int | torch.Tensor:
+        """Reductions of this iteration that have met a gradient that was not finite; on a GPU nobody waits for it."""
+        return self._statistics.skipped
+
+    @property
     def given_up(self) -> bool:
-        """True if a reduction of this iteration has met a gradient that was not finite; on a GPU the host waits."""
-        return bool(self._statistics.skipped)
+        """True if there are :attr:`skips`; on a GPU the host waits."""
+        return bool(self.skips)
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:

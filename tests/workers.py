@@ -27,7 +27,12 @@ from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects
 
 multiprocessing.set_forkserver_preload(
-    ["tests.integration.ddp_runs", "tests.integration.megatron_cases", "tests.contract_ranks"]
+    [
+        "tests.integration.ddp_runs",
+        "tests.integration.fsdp_runs",
+        "tests.integration.megatron_cases",
+        "tests.contract_ranks",
+    ]
 )
 
 

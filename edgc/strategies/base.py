@@ -127,6 +127,7 @@ class Replica:
         group: process group of the replicas; None is the world.
         open_channel: opens what is sent through.
         embeddings: names of the parameters that are embeddings (:func:`edgc.entropy.meter.embeddings`).
+        owners: what ``optimizer`` steps, by name, where ``parameters`` are parts of that.
         engines: those that :meth:`engine` has made.
     """
 
@@ -137,21 +138,24 @@ class Replica:
     group: Any = None
     open_channel: Callable[..., Channel] = Channel
     embeddings: Collection[str] = ()
+    owners: Mapping[str, Tensor] | None = None
     engines: list[Engine] = field(default_factory=list)
 
     def rates(self) -> dict[str, float]:
         """Learning rate of every parameter in this step; 1 without an optimizer."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
-        return {name: rates.get(id(p), 1.0) for name, p in self.parameters.items()}
+        return {name: rates.get(id(p), 1.0) for name, p in (self.owners or self.parameters).items()}
 
     def mend_optimizer(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite, as after a step with such a gradient."""
         if self.optimizer is None:
             return
-        for p in self.parameters.values():
+        for p in (self.owners or self.parameters).values():
+            # Of a part of a parameter what this rank has of its state: the others may not be here.
             state = self.optimizer.state.get(p, {})
-            if not all(bool(each.isfinite().all()) for each in state.values() if isinstance(each, torch.Tensor)):
+            tensors = [getattr(each, "_local_tensor", each) for each in state.values()]
+            if not all(bool(each.isfinite().all()) for each in tensors if isinstance(each, torch.Tensor)):
                 del self.optimizer.state[p]
 
     def refuse_compression(self, name: str) -> None:

@@ -26,6 +26,7 @@ class ProcessStrategy:
         where: how messages call the driver.
         group: of the replicas of this rank's parameters.
         embeddings: names of the parameters that are embeddings.
+        owners: what the optimizer steps, by name, where ``parameters`` are parts of that.
 
     Attributes:
         strategy: to be read only.
@@ -43,11 +44,12 @@ class ProcessStrategy:
         iterations: int,
         group: torch.distributed.ProcessGroup,
         embeddings: Collection[str],
+        owners: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parameters, self.group, self.bytes, self._where = parameters, group, 0, where
         self._optimizer = optimizer
         self.strategy = settings.build(
-            Replica(parameters, config, iterations, optimizer, group, self._open, embeddings)
+            Replica(parameters, config, iterations, optimizer, group, self._open, embeddings, owners)
         )
         self._leaves_out = settings.equal != "step"  # parameters without a gradient, as an optimizer does by itself
         self._settings = {"strategy": settings.to_dict(), "compression": config.to_dict()}

@@ -1,0 +1,162 @@
+"""``edgc.fsdp.register``: what it refuses, and how the engine of a sharded model is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from edgc.checks import dotted, integer
+from edgc.compressors.base import compressible
+from edgc.config import EDGCConfig
+from edgc.engine import Engine, Matrix
+from edgc.entropy.meter import embeddings
+from edgc.errors import UserError
+from edgc.fsdp.handle import Handle, Scaler
+from edgc.fsdp.scatter import ScatterHandle, refuse_method
+from edgc.fsdp.strategy import StrategyHandle
+from edgc.fsdp.strategy import refuse as refuse_strategy
+from edgc.fsdp.units import WHERE, Layout, Part, Unit, layout_of, units_of
+from edgc.fsdp.whole import owners_of
+from edgc.runtime.groups import gather_objects
+from edgc.strategies.base import StrategyConfig
+
+
+def register(
+    model: nn.Module,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    replicas: Any = None,
+    scaler: Scaler | None = None,
+    strategy: StrategyConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Handle | StrategyHandle:
+    """Average the gradients of ``model`` as ``config`` says, from the next backward on.
+
+    Sharded over a 2-D mesh, replicas by shards, torch reduce-scatters within a shard group, and what goes between
+    replicas is compressed. Sharded over all ranks the reduce-scatter itself is quantised, with error feedback.
+
+    To be called on every rank, before or after the model gets its weights and not inside an iteration. A refusal leaves
+    nothing behind.
+
+    Args:
+        model: the root of what ``fully_shard`` was called on.
+        iterations: length of the run in backward passes that average (warm-up is a share of it).
+        replicas: the 1-D mesh of the replicas, where ``fully_shard`` was given the 1-D mesh of the shards.
+        scaler: the ``GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on all ranks.
+        strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
+        optimizer: the one whose steps a strategy counts.
+
+    Raises:
+        UserError: for a model or settings that this cannot work with, on every rank.
+
+    Warns:
+        UserWarning: on the first rank, if these settings will compress nothing in this model.
+    """
+    units, layout = _agreed(model, config, iterations, replicas, scaler, strategy, optimizer)
+    tables = embeddings(model)
+    looked_up = {name for unit in units for name, p in unit.parameters.items() if p in tables}
+    handle: Handle | StrategyHandle
+    if strategy is not None and strategy.name != "every_step":
+        assert optimizer is not None
+        handle = StrategyHandle(units, layout, config, strategy, optimizer, iterations, looked_up)
+    elif layout.replicas is None:
+        handle = ScatterHandle(config, model, units, layout, scaler)
+    else:
+        owners = {}
+        if config.build().has_rank:
+            parts = [part for unit in units if unit.by_rows for part in _compressed(unit, config)]
+            owners = owners_of(parts, layout.shards.size())
+        engine = Engine(
+            config,
+            stage=0,
+            stages=[_matrices(units, config, owners, looked_up)],
+            iterations=iterations,
+            overlapped=units[0].device.type == "cuda",
+            embeddings=looked_up,
+        )
+        handle = Handle(engine, model, units, layout, scaler, owners=owners)
+    handle.start()
+    return handle
+
+
+def _compressed(unit: Unit, config: EDGCConfig) -> list[Part]:
+    """Parameters that are large enough to be compressed as a whole."""
+    bits = 8 * unit.dtype.itemsize
+    return [part for part in unit.parts if compressible(part.whole, config.min_compression_elements, bits)]
+
+
+def _matrices(
+    units: Sequence[Unit], config: EDGCConfig, owners: Mapping[str, int], looked_up: set[str]
+) -> list[Matrix]:
+    """What is compressed on any rank, whole matrices and shards as large as the first rank's: equal on all ranks."""
+    found = []
+    for unit in units:
+        bits = 8 * unit.dtype.itemsize
+        for part in _compressed(unit, config):
+            shape = part.whole if part.name in owners else part.padded
+            if compressible(shape, config.min_compression_elements, bits):
+                found.append(Matrix(shape[0], shape[1], bits, part.name in looked_up))
+    return found
+
+
+def _agreed(
+    model: nn.Module,
+    config: EDGCConfig,
+    iterations: int,
+    replicas: Any,
+    scaler: Any,
+    strategy: StrategyConfig | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[list[Unit], Layout]:
+    """The units and groups, if every rank can and means the same.
+
+    Raises:
+        UserError: on every rank, before there is anything to be left behind.
+    """
+    refusal, described, found = None, "", None
+    try:
+        units = units_of(model)
+        layout = layout_of(units, replicas)
+        integer("iterations", iterations, 1)
+        _refuse_stages(config)
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
+            raise UserError(f"scaler = {scaler!r} is not valid", where=WHERE, fix="give a GradScaler")
+        if strategy is not None and strategy.name != "every_step":
+            refuse_strategy(strategy, units, layout, optimizer, scaler)
+        elif layout.replicas is None:
+            refuse_method(config, units)
+        shapes = [(part.name, part.whole) for unit in units for part in unit.parts]
+        described = repr((config, iterations, scaler is None, strategy, shapes))
+        found = units, layout
+    except UserError as error:
+        refusal = error
+    answers = gather_objects((described, str(refusal or "")))
+    if refusal is not None:
+        raise refusal
+    for rank, (_, other) in enumerate(answers):
+        if other:
+            raise UserError(f"rank {rank} refused: {other}", where=WHERE)
+    differing = [str(rank) for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
+    if differing:
+        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(differing)}"
+        raise UserError(what, where=WHERE, fix="give the same on every rank")
+    assert found is not None
+    return found
+
+
+def _refuse_stages(config: EDGCConfig) -> None:
+    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for."""
+    values = dotted(config.to_dict())
+    for key, unused, word in (
+        ("pipeline.rank", None, "null"),
+        ("fused_embedding", False, "false"),
+        ("compressed_stages", 1, "1"),
+        ("compress_experts", True, "true"),
+    ):
+        if (value := values.get(key, unused)) != unused:
+            what = f"{key} = {value!r} cannot be used"
+            raise UserError(what, where=WHERE, fix=f"FSDP2 has one stage and no experts of its own; set {key}: {word}")

@@ -1,0 +1,69 @@
+"""States of all ranks, one object each under a key of its own.
+
+torch's distributed checkpoints take one key on two ranks for one thing, and do not read tensors that are not there yet.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from edgc.errors import UserError
+from edgc.fsdp.units import Layout
+
+Saved = Mapping[str, bytes]
+
+
+class Place(NamedTuple):
+    """What a rank's state is of.
+
+    Attributes:
+        part: of the model that this rank holds.
+        replica, replicas: number of its replica, and of how many.
+    """
+
+    part: str
+    replica: int
+    replicas: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> Place:
+        """Of a shard that several replicas have."""
+        assert layout.replicas is not None
+        part = f"shard{layout.shards.rank()}of{layout.shards.size()}"
+        return cls(part, layout.replicas.rank(), layout.replicas.size())
+
+    def key(self) -> str:
+        return f"{self.part}.replica{self.replica}of{self.replicas}"
+
+    def placeholders(self, replicas: int) -> dict[str, bytes]:
+        """Keys of this part in a run of so many replicas."""
+        return {Place(self.part, replica, replicas).key(): b"" for replica in range(replicas)}
+
+    def packed(self, state: dict[str, Any]) -> dict[str, bytes]:
+        """``state``, tensors and plain values, under this place's key."""
+        file = io.BytesIO()
+        torch.save(state, file)
+        return {self.key(): file.getvalue()}
+
+    def found(self, saved: Saved | Sequence[Saved]) -> list[dict[str, Any]]:
+        """This place's own state in what was saved, or else those of its part in all replicas.
+
+        Raises:
+            UserError: there is none, or only other replicas' of as many.
+        """
+        given = [saved] if isinstance(saved, Mapping) else saved
+        every = {key: value for each in given for key, value in each.items()}
+        mine = {key: value for key, value in every.items() if key.startswith(f"{self.part}.")}
+        if not mine:
+            what = f"the saved state has {', '.join(sorted(every)) or 'nothing'}, and this rank is {self.part}"
+            fix = "give every rank its own state, or all of them; shard over as many ranks as it was saved with"
+            raise UserError(what, where="edgc.fsdp", fix=fix)
+        if self.key() not in mine and (others := mine.keys() & self.placeholders(self.replicas).keys()):
+            what = f"the saved state is of {', '.join(sorted(others))}, and this rank is {self.key()}"
+            raise UserError(what, where="edgc.fsdp", fix="save and load one state per rank")
+        chosen = [mine[self.key()]] if self.key() in mine else list(mine.values())
+        return [torch.load(io.BytesIO(each), weights_only=True) for each in chosen]
