@@ -77,9 +77,8 @@ def load(handle: edgc.ddp.Handle, folder: str | Path, name: str = "edgc") -> Non
         UserWarning: if there are none.
     """
     rank, world = dist.get_rank(handle.group), dist.get_world_size(handle.group)
-    gather_objects(None)  # the framework may not have waited for a rank that is still saving
     files = [Path(folder) / f"{name}-{rank}-of-{world}.pt"]
-    own = gather_objects(files[0].is_file())
+    own = gather_objects(files[0].is_file())  # also waits for a rank that is still saving what is the framework's
     if not all(own):
         files = sorted(Path(folder).glob(f"{name}-*-of-*.pt"))
         if not any(gather_objects(len(files))):
