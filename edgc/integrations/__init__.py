@@ -1,5 +1,5 @@
 """EDGC in frameworks that wrap a model in PyTorch's DDP, each in a module of its own that alone imports the framework:
-:mod:`~edgc.integrations.transformers`, :mod:`~edgc.integrations.accelerate`, :mod:`~edgc.integrations.lightning`."""
+``transformers``, ``accelerate``, ``lightning``."""
 
 from edgc.integrations.common import metrics
 

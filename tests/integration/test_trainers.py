@@ -1,6 +1,6 @@
 """The examples of docs/library/trainers.md: they run, learn, compress, accumulate, log, and resume bit for bit.
 
-On a CPU the trainers make no loss scale, but Trainer and Accelerate use one that they have.
+On a CPU the frameworks make no loss scale, but they use one that they are given.
 """
 
 from __future__ import annotations
@@ -114,8 +114,18 @@ def lightning(tmp_path: Path) -> Path:
 
 def test_lightning(tmp_path: Path, lightning: Path) -> None:
     program, out = tmp_path / "train.py", tmp_path / "out"
-    program.write_text(example("import lightning\n"), encoding="utf-8")
-    launched(program, path=(lightning,))
+    text = example("import lightning\n")
+    scaled = f"""
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+callback, scaler = CompressionCallback({CONFIG}), {SCALER}
+how = {{"max_steps": 4, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}}
+lightning.Trainer(strategy="ddp", callbacks=[callback], logger=False, **where, **how).fit(Reverse(), data)
+print("scales", callback.handle.engine.entropy.scale, scaler.get_scale(), callback.handle.active)
+"""
+    program.write_text(text + scaled, encoding="utf-8")
+    assert "scales 4096.0 4096.0 False" in launched(program, path=(lightning,))
+    program.write_text(text, encoding="utf-8")
     first, last = "epoch=0-step=100.ckpt", "epoch=1-step=200.ckpt"
     with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
