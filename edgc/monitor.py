@@ -107,6 +107,7 @@ class Monitor:
         keeps_times: whether the times of reductions may be asked for.
         replicas: number of this rank's group of replicas; nan as long as it has none with others in it.
         gradient_bits: of an entry of the first stage's compressible gradients, on average.
+        entropy_sampled: as it was last measured; nan before.
         entropy_full: of the last decision, per stage and of all entries.
     """
 
@@ -138,7 +139,7 @@ class Monitor:
         self.benchmark = Benchmark(config.build_to_time, stage, gated, open_channel)
         self.window, self.mean_error = Window(config.window), MeanError(config.seed)
         self.keeps_times = isinstance(config, PolicyConfig) and config.remeasure_above is not None
-        self.replicas = math.nan
+        self.replicas = self.entropy_sampled = math.nan
         self.entropy_full: tuple[float, ...] = ()
         self._exchange_group, self._open_channel = exchange_group, open_channel
         self._noticed = ""
@@ -197,6 +198,8 @@ class Monitor:
         if done.skipped:
             entropy = replace(entropy, **dict.fromkeys(("sampled", "full", "layers", "embeddings"), math.nan))
         self.window.add_entropy(entropy)
+        if math.isfinite(entropy.sampled):
+            self.entropy_sampled = entropy.sampled
         done = replace(done, entropy=entropy.sampled, entropy_full=entropy.full, seconds_entropy=entropy.seconds)
         grid = self.controller.rank_grid
         if self.samples and not done.skipped:

@@ -74,6 +74,7 @@ def test_the_readme_comes_first_and_every_page_of_docs_and_the_api_is_there(site
     api = (site / "library" / "api.html").read_text(encoding="utf-8")
     own = ["edgc.config.EDGCConfig", "edgc.ddp.register", "edgc.megatron.attach", "edgc.errors.UserError"]
     own += ["edgc.rehearsal.rehearsal.Rehearsal", "edgc.optimizers.muon"]
+    own += ["edgc.integrations.lightning.CompressionCallback"]
     for name in (*own, *(f"{kind.__module__}.{kind.__name__}" for kind in strategies())):
         assert f'id="{name}"' in api, name
 

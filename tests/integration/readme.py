@@ -29,13 +29,18 @@ def check_ddp_example(printed: str, share: float = 0.25) -> None:
     assert all(0 < int(sent) < share * dense for _, _, sent in lines)
 
 
-def launched(program: Path, *arguments: str) -> str:
-    """What a program prints that torchrun starts on two ranks, in its folder."""
+def launched(program: Path, *arguments: str, path: tuple[Path, ...] = ()) -> str:
+    """What a program prints that torchrun starts on two ranks in its folder, with modules of those in ``path``."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     done = subprocess.run(
         [*launch, *arguments],
         cwd=program.parent,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(program.parent)},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": ":".join(map(str, (ROOT, *path))),
+            "OMP_NUM_THREADS": "1",
+            "HOME": str(program.parent),
+        },
         capture_output=True,
         text=True,
         timeout=600,

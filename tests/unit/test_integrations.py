@@ -1,0 +1,93 @@
+"""What integrations share: what they refuse, numbers for a log, and states for another number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from edgc import EDGCConfig
+from edgc.ddp import Handle
+from edgc.errors import UserError
+from edgc.integrations import metrics
+from edgc.integrations.common import load, register, save
+from tests.workers import run_workers, said
+
+CONFIG = EDGCConfig(method="powersgd", rank=2)
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    """Called as DeepSpeed's."""
+
+
+class FSDPLinear(type("FSDPModule", (), {}), torch.nn.Linear):  # type: ignore[misc]
+    """Its bases are called as those of what ``fully_shard`` makes."""
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (DeepSpeedEngine(), "DeepSpeed averages gradients itself"),
+        (FSDPLinear(2, 2), "FSDP shards the model"),
+        (torch.nn.Linear(2, 2), "one process has no gradients to average .*start several"),
+    ],
+)
+def test_what_is_not_under_ddp_is_refused_with_what_it_is(model: torch.nn.Module, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        register(model, CONFIG, iterations=9, scaler=None)
+
+
+def prepared() -> tuple[Any, Handle]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    return model, register(torch.compile(model), CONFIG, iterations=9, scaler=None)
+
+
+def step(model: Any) -> None:
+    rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(rows).square().sum().backward()
+
+
+def saved(folder: str) -> tuple[list[dict[str, float]], torch.Tensor]:
+    """Numbers before and after a step, and the mean of what the ranks owe after it."""
+    model, handle = prepared()
+    before = metrics(handle)
+    step(model)
+    save(handle, Path(folder) / "both")
+    save(handle, Path(folder) / "half")
+    if dist.get_rank() == 1:
+        (Path(folder) / "half" / "edgc-1-of-2.pt").unlink()
+    owed = handle.engine.compressor.state_dict()["errors"]["weight"].clone()
+    dist.all_reduce(owed)
+    return [before, metrics(handle)], owed / 2
+
+
+def loaded(folder: str) -> dict[str, Any]:
+    """By folder what is said, and what is owed then."""
+    results = {}
+    for name in ("both", "half", "none"):
+        _, handle = prepared()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            refusal = said(lambda handle=handle, name=name: load(handle, Path(folder) / name))  # type: ignore[misc]
+        owed = handle.engine.compressor.state_dict()["errors"].get("weight")
+        results[name] = refusal, [str(warning.message) for warning in caught], owed
+    return results
+
+
+def test_numbers_for_a_log_and_states_for_another_number_of_ranks(tmp_path: Path) -> None:
+    ((before, after), owed), _ = run_workers(2, saved, str(tmp_path))
+    assert before == {} and set(after) == {"edgc_bytes", "edgc_rank", "edgc_error"}
+    assert 0 < after["edgc_bytes"] < 4 * 64 * 64 and after["edgc_rank"] == 2 and 0 < after["edgc_error"] < 1
+    (found,) = run_workers(1, loaded, str(tmp_path))
+    refusal, said_of_it, here = found["both"]
+    assert refusal == "nothing" and any("of 2 ranks goes on with 1" in text for text in said_of_it)
+    torch.testing.assert_close(here, owed)
+    assert "not those of all ranks of one run: 0 of 2" in found["half"][0]
+    refusal, said_of_it, here = found["none"]
+    assert refusal == "nothing" and here is None and any("no state in" in text for text in said_of_it)
