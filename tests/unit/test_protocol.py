@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
 from experiments.analyse import protocol
 from experiments.analyse.runs import Run
+from experiments.analyse.tables import write_table
+from experiments.common.equivalence import power_of_difference
 from experiments.spec import matrix
+from paper_figures import protocol as figure
+from paper_figures import saving
 from tests.unit.invented_runs import run
 
 FEW, ALL = 1_000, 6_000  # tokens
@@ -121,6 +127,20 @@ def test_the_study_has_a_pair_for_everything_that_is_asked() -> None:
         asked = {(f"{rate}{name}", f"{rate}none") for name in ("r8", "r16", "r24", "r16_redrawn")}
         assert asked | {(f"{rate}r16_redrawn", f"{rate}r16")} <= found
     assert ("slow_r16_first", "slow_none") in found and ("slow_r16_first", "slow_r16") not in found
+
+
+def test_the_figure_shows_pairs_of_many_seeds_and_names_the_estimate_that_varies_least(tmp_path: Path) -> None:
+    few = [ended("r4", seed, **PLAIN, compression=RANK, branch="r8", label="rank 4") for seed in SEEDS[:3]]
+    write_table(tmp_path / "protocol" / "spread.csv", protocol.tables([*planted(), *few])["spread"])
+    fig = figure.draw(tmp_path)
+    [panel] = fig.axes
+    labels = [text.get_text() for legend in fig.legends for text in legend.get_texts()]
+    assert labels == ["rank 8 less none"] and len(panel.containers) == 1
+    assert saving.heading(fig) == "Mean of losses, 6k tokens: 0 % of the spread so far"
+    limit = figure.resolved()
+    power = [power_of_difference(sd, figure.EFFECT, figure.SEEDS) for sd in (limit, 1.02 * limit)]
+    assert power[0] >= 0.8 > power[1]
+    plt.close(fig)
 
 
 def _settings(config: Any) -> dict[str, Any]:
