@@ -217,12 +217,13 @@ class FollowsConfig(Settings):
     """The ranks of the run of ``variant`` with the same seed, window by window after warm-up, in another order.
 
     Its placebos send its bytes at other times: ``reversed``; ``shuffled`` (``shuffle`` tells several shuffles apart);
-    ``falling``, from the highest to the lowest. ``even``: at its bytes, too, two neighbouring ranks in turn, as near to
-    one fixed rank as that goes.
+    ``falling``, from the highest to the lowest. At its bytes, too: ``even``, two neighbouring ranks in turn, as near to
+    one fixed rank as that goes; ``line``, from 4/3 of their mean straight down to 2/3. Where stages are aligned, these
+    are the ranks of the first one.
     """
 
     variant: str
-    order: Literal["reversed", "shuffled", "falling", "even"]
+    order: Literal["reversed", "shuffled", "falling", "even", "line"]
     shuffle: int = Field(0, ge=0)
 
 
@@ -239,7 +240,7 @@ class RunConfig(Recorded):
     from the state that the run of that variant, with the same seed, had at the end of its uncompressed warm-up.
     """
 
-    LATER = ("strategy", "driver")
+    LATER = ("strategy", "driver", "setting")
 
     scale: str
     study: str
@@ -256,6 +257,7 @@ class RunConfig(Recorded):
     probe: ProbeConfig = ProbeConfig()
     follows: FollowsConfig | None = None
     branch: str | None = None
+    setting: str = ""  # of several that its study has
 
     @property
     def needs(self) -> list[str]:
