@@ -14,7 +14,8 @@ A study file (all keys: :class:`experiments.spec.study.Study`)::
     settings: {name: {base: ..., variants: ..., seeds: ..., more_seeds: ...}}   # every variant in each of them
     scales: {ci: {base: ..., variants: ..., seeds: ..., more_seeds: ..., settings: ...}}   # laid over these keys
 
-With ``settings`` a variant is called ``SETTING_VARIANT``, and ``branch`` and ``follows`` name one of the same setting.
+With ``settings`` a variant is called ``SETTING_VARIANT``, and ``branch`` and ``follows`` name one of the same setting,
+which lacks the variants that are null there.
 ``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`). A
 variant that branches from another one or follows it needs that one's run of each of its seeds.
 ``studies/frozen`` holds studies that are no longer run, each with the commit that computed its tables (``frozen``).
@@ -128,7 +129,8 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     configs = []
     for place, setting in (layer.settings or definition.settings or {"": Setting()}).items():
         base = deep_merge(deep_merge(deep_merge(at.defaults, definition.base), layer.base), setting.base)
-        variants = deep_merge(deep_merge(definition.variants, layer.variants), setting.variants)
+        laid = deep_merge(deep_merge(definition.variants, layer.variants), setting.variants)
+        variants = {name: values for name, values in laid.items() if values is not None}
         common = setting.seeds or layer.seeds or definition.seeds or at.seeds
         more = setting.more_seeds or layer.more_seeds or definition.more_seeds
         key = f"scales.{scale}.more_seeds" if layer.more_seeds else "more_seeds"

@@ -82,10 +82,11 @@ class MoreSeeds(Settings):
 
 
 class Setting(Settings):
-    """What is laid over a study in one of its settings; ``seeds`` and ``more_seeds`` replace the study's."""
+    """What is laid over a study in one of its settings, which may lack variants (null); ``seeds`` and ``more_seeds``
+    replace the study's."""
 
     base: dict[str, Any] = {}
-    variants: dict[Name, dict[str, Any]] = {}
+    variants: dict[Name, dict[str, Any] | None] = {}
     seeds: Seeds = []
     more_seeds: MoreSeeds | None = None
 

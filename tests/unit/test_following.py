@@ -147,20 +147,22 @@ def test_all_variants_branch_from_one_that_keeps_its_warm_up(studies: Path) -> N
 
 
 def test_every_variant_in_every_setting_goes_by_others_of_its_own(studies: Path) -> None:
-    two = {"base": {"parallel": {"pipeline": 2}}, "variants": {"more": {"compression": {"rank_multiple": 2}}}}
+    more: dict[str, Any] = {"more": {"compression": {"rank_multiple": 2}}, "rank_8": None}
+    two = {"base": {"parallel": {"pipeline": 2}}, "variants": more}
     study = {**STUDY, "settings": {"one": {"base": {"parallel": {"pipeline": 1}}, "seeds": [1, 2]}, "two": two}}
     (studies / "tried.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     found = {run.name: run for run in matrix.runs("tried", "ci")}
-    both = ["none", "cqm", "back", "rank_8"]
-    assert list(found) == [f"one_{v}-s{s}" for v in both for s in (1, 2)] + [f"two_{v}-s1" for v in [*both, "more"]]
+    both = ["none", "cqm", "back"]
+    expected = [f"one_{name}-s{seed}" for name in [*both, "rank_8"] for seed in (1, 2)]
+    assert list(found) == expected + [f"two_{name}-s1" for name in [*both, "more"]]
     assert [found[f"{name}_none-s1"].parallel.pipeline for name in ("one", "two")] == [1, 2]
     assert found["two_back-s1"].needs == ["two_cqm-s1"] and found["one_back-s2"].needs == ["one_cqm-s2"]
     assert [name for name, run in found.items() if run.train.keep_warm_up] == ["one_cqm-s1", "one_cqm-s2", "two_cqm-s1"]
     assert found["two_back-s1"].setting == "two"
     assert resolve(found["two_back-s1"].model_dump(mode="json"), "its record") == found["two_back-s1"]
-    more = {"variants": ["rank_8"], "seeds": [2]}
-    (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, "settings": {"two": {**two, "more_seeds": more}}}))
-    with pytest.raises(UserError, match=r"two_rank_8: branch: two_cqm has no seed 2"):
+    two["more_seeds"] = {"variants": ["back"], "seeds": [2]}
+    (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, "settings": {"two": two}}))
+    with pytest.raises(UserError, match=r"two_back: branch: two_cqm has no seed 2"):
         matrix.runs("tried", "ci")
 
 
