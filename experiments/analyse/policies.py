@@ -2,8 +2,9 @@
 
 A *placebo* of a policy is its own ranks in an order that follows nothing: reversed in time or shuffled. It sends the
 same bytes, so a policy that is worth following beats it. ``falling`` puts the same ranks in descending order, which
-follows nothing either but is known to be a good order. ``fixed rank`` stands still at the policy's bytes. ``fp32
-factors`` is the same policy without quantised factors; it sends more bytes.
+follows nothing either but is known to be a good order; ``chosen`` is a straight line down at the policy's bytes, whose
+shape was chosen beforehand. ``fixed rank`` stands still at the policy's bytes. ``fp32 factors`` is the same policy
+without quantised factors; it sends more bytes.
 
 A difference is the policy's validation loss less its rival's, of the same seed, in nats: below 0 the policy is better.
 Shuffles of a seed are averaged first. Beside it stands what there was to win: the rival's gap to no compression. The
@@ -40,7 +41,7 @@ from experiments.common.equivalence import (
 RESULTS = ("table.csv", "summary.csv", "timings.csv", "pairs.csv", "comparisons.csv")
 DETAILS = ("curves.csv",)
 FP32 = "fp32"
-RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling"}
+RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling", "line": "chosen"}
 PLACEBOS = ("reversed", "shuffled")
 PLAIN, WIDER = "no compression", "fp32 factors"  # they send more bytes
 PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "rival_gap_nats"]
@@ -68,7 +69,7 @@ def tables(runs: list[Run]) -> dict[str, Any]:
 def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """``run`` beside uncompressed training, beside every run of its seed that follows it, shuffles averaged, and beside
     the one that differs from it in its factors alone."""
-    same_seed = [other for other in runs if other.seed == run.seed]
+    same_seed = [other for other in runs if other.peers == run.peers]
     rivals = {PLAIN: [other for other in same_seed if other.plain]}
     base = _mean([other.number("validation_loss") for other in rivals[PLAIN] if other.ok])
     for other in same_seed:

@@ -45,6 +45,11 @@ class Run:
         return int(self.config.get("seed", -1))
 
     @property
+    def peers(self) -> tuple[str, int]:
+        """Setting and seed: what runs have in common that are compared with each other."""
+        return str(self.config.get("setting", "")), self.seed
+
+    @property
     def label(self) -> str:
         return str(self.config.get("label") or self.variant)
 

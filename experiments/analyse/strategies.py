@@ -23,7 +23,7 @@ def tables(runs: list[Run]) -> dict[str, Any]:
     return {"table": pd.DataFrame(row(run, baseline) for run in runs)}
 
 
-def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
+def row(run: Run, baseline: dict[tuple[str, int], float]) -> dict[str, Any]:
     """What a run exchanges, its losses, and its bytes."""
     decisions, found = decision_columns(run), result(run, baseline)
     steps = found["iterations"]

@@ -46,20 +46,20 @@ def method_columns(run: Run, settings: Iterable[str] = ()) -> dict[str, Any]:
     return about | {name: getattr(run.edgc, name, None) for name in settings}
 
 
-def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, Any]:
-    """Loss, bytes and rank columns of one run; ``baseline`` maps a seed to the uncompressed validation loss."""
+def result(run: Run, baseline: Mapping[tuple[str, int], float] | None = None) -> dict[str, Any]:
+    """Loss, bytes and rank columns of one run; ``baseline`` maps its peers to the uncompressed validation loss."""
     row: dict[str, Any] = {"iterations": run.summary.get("iterations")}
     row |= {key: run.number(key) for key in ("validation_perplexity", "validation_loss", "train_loss")}
     if baseline is not None:
-        row[GAP] = row["validation_loss"] - baseline.get(run.seed, math.nan)
+        row[GAP] = row["validation_loss"] - baseline.get(run.peers, math.nan)
     row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio")}
     ranks = {"mean_rank": run.number("mean_rank"), "final_ranks": ranks_text(run.summary.get("final_ranks"))}
     return row | {"bytes_ratio_bf16": bf16_ratio(row["bytes_ratio"])} | ranks
 
 
-def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
-    """Validation loss of the finished uncompressed run of each seed."""
-    return {run.seed: run.number("validation_loss") for run in runs if run.plain and run.ok}
+def uncompressed_losses(runs: Iterable[Run]) -> dict[tuple[str, int], float]:
+    """Validation loss of the finished uncompressed run of each seed, in each setting."""
+    return {run.peers: run.number("validation_loss") for run in runs if run.plain and run.ok}
 
 
 def bf16_ratio(ratio: float) -> float:

@@ -84,6 +84,18 @@ def interval(values: Iterable[float]) -> dict[str, float]:
     return {"n": int(x.size)} | dict(zip((*SPREAD, *LIMITS), values, strict=True))
 
 
+def sd_interval(values: Iterable[float]) -> tuple[float, float]:
+    """The 95 % interval of the standard deviation of normal values, over the finite ones; nan with fewer than two."""
+    from scipy import stats
+
+    found = interval(values)
+    freedom = found["n"] - 1
+    if freedom < 1:
+        return math.nan, math.nan
+    low, high = (found["sd"] * math.sqrt(freedom / stats.chi2.ppf(share, freedom)) for share in (0.975, 0.025))
+    return float(low), float(high)
+
+
 def two_one_sided(differences: Sequence[float], margin: float) -> float:
     """p of the two one-sided tests that the mean lies within ``margin`` of 0; nan with fewer than two values."""
     found = interval(differences)
@@ -158,7 +170,9 @@ def power_of_difference(sd: float, effect: float, seeds: int) -> float:
         return 1.0
     freedom, shift = seeds - 1, effect / sd * math.sqrt(seeds)
     limit = stats.t.ppf(1 - ALPHA / 2, freedom)
-    return float(stats.nct.sf(limit, freedom, shift) + stats.nct.cdf(-limit, freedom, shift))
+    # The chance to see it on the wrong side, which scipy gives as nan where it is too small.
+    wrong = np.nan_to_num(stats.nct.cdf(-limit, freedom, shift))
+    return float(stats.nct.sf(limit, freedom, shift) + wrong)
 
 
 def seeds_needed(power: Callable[[float, float, int], float], sd: float, effect: float) -> float:

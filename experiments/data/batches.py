@@ -145,23 +145,30 @@ def train_batches(
     return Batches(dataset, cfg, iterations, dp_rank, dp_size).start(start_iteration)
 
 
-def validation_batches(cfg: RunConfig, data_dir: Path, dp_rank: int, dp_size: int) -> Batches:
-    """The ``eval_batches * global_batch`` validation blocks: the same for every seed, method and layout.
+def validation_batches(
+    cfg: RunConfig, data_dir: Path, dp_rank: int, dp_size: int, batches: int | None = None
+) -> Batches:
+    """The first ``batches`` global batches of validation blocks: the same for every seed, method and layout.
+
+    Args:
+        batches: their number, by default ``eval_batches``.
 
     Raises:
         UserError: as :func:`train_batches`, or the validation split is too small (blocks are never repeated).
     """
     train = cfg.train
     dataset = _open(cfg, data_dir, "validation", None, VALIDATION_SEED)
-    blocks, available = train.eval_batches * train.global_batch, len(dataset)
+    count = train.eval_batches if batches is None else batches
+    key = "train.eval_batches" if count == train.eval_batches else "train.final.batches"
+    blocks, available = count * train.global_batch, len(dataset)
     if blocks > available:
-        fix = f"use at most train.eval_batches = {available // train.global_batch} or prepare more text"
+        fix = f"use at most {key} = {available // train.global_batch} or prepare more text"
         message = (
-            f"train.eval_batches = {train.eval_batches} needs {blocks} validation blocks of "
+            f"{key} = {count} needs {blocks} validation blocks of "
             f"{cfg.model.sequence_length} tokens, the data has {available}"
         )
         raise UserError(message, where=data_dir, fix=fix)
-    return Batches(dataset, cfg, train.eval_batches, dp_rank, dp_size)
+    return Batches(dataset, cfg, count, dp_rank, dp_size)
 
 
 def _open(cfg: RunConfig, data_dir: Path, split: str, samples: int | None, seed: int) -> GPTDataset:

@@ -11,8 +11,11 @@ A study file (all keys: :class:`experiments.spec.study.Study`)::
     variants: {name: {label: ..., ...}}
     seeds: [1]
     more_seeds: {variants: [name, ...], seeds: [2, 3]}   # of these variants, after the seeds of all
-    scales: {ci: {base: {...}, variants: {...}, seeds: [...], more_seeds: {...}}}   # laid over the keys above there
+    settings: {name: {base: ..., variants: ..., seeds: ..., more_seeds: ...}}   # every variant in each of them
+    scales: {ci: {base: ..., variants: ..., seeds: ..., more_seeds: ..., settings: ...}}   # laid over these keys
 
+With ``settings`` a variant is called ``SETTING_VARIANT``, and ``branch`` and ``follows`` name one of the same setting,
+which lacks the variants that are null there.
 ``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`). A
 variant that branches from another one or follows it needs that one's run of each of its seeds.
 ``studies/frozen`` holds studies that are no longer run, each with the commit that computed its tables (``frozen``).
@@ -34,7 +37,7 @@ from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import load_yaml, validate
 from experiments.spec.settings import DataConfig, RunConfig, lay, resolve
-from experiments.spec.study import Evaluation, Scale, Study, StudyLayer, check_names
+from experiments.spec.study import Evaluation, MoreSeeds, Scale, Setting, Study, StudyLayer, check_names
 
 FOLDER = ROOT / "experiments"
 
@@ -121,22 +124,37 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     check_not_frozen(study)
     definition, at = load_study(study), load_scale(scale)
     layer = definition.scales.get(scale, StudyLayer())
-    base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
-    variants = deep_merge(definition.variants, layer.variants)
-    seeds = _seeds(variants, layer.seeds or definition.seeds or at.seeds, definition, scale)
     # A setting that is missing or does not fit may be the scale's where the study says nothing of it.
     where = study_path(study) if scale in definition.scales else f"{study_path(study)} over {scale_path(scale)}"
     configs = []
-    for variant, seed in ((name, number) for name in variants for number in seeds[name]):
-        values = lay(base, variants[variant], study_path(study))
-        if scale not in definition.scales:
-            values = fitted(values)
-        values = {"label": variant, **values, "study": study, "scale": scale, "variant": variant, "seed": seed}
-        if variant == values.get("branch") or (values.get("compression") or {}).get("method") != "edgc":
-            values.pop("branch", None)
-        configs.append(resolve(values, where))
-        check_run(configs[-1], where)
+    for place, setting in (layer.settings or definition.settings or {"": Setting()}).items():
+        base = deep_merge(deep_merge(deep_merge(at.defaults, definition.base), layer.base), setting.base)
+        laid = deep_merge(deep_merge(definition.variants, layer.variants), setting.variants)
+        variants = {name: values for name, values in laid.items() if values is not None}
+        common = setting.seeds or layer.seeds or definition.seeds or at.seeds
+        more = setting.more_seeds or layer.more_seeds or definition.more_seeds
+        key = f"scales.{scale}.more_seeds" if layer.more_seeds else "more_seeds"
+        seeds = _seeds(variants, common, more, f"settings.{place}.more_seeds" if setting.more_seeds else key, study)
+        for variant, seed in ((name, number) for name in variants for number in seeds[name]):
+            values = lay(base, variants[variant], study_path(study))
+            if scale not in definition.scales:
+                values = fitted(values)
+            values = {"label": variant, **values, "study": study, "scale": scale, "variant": variant, "seed": seed}
+            if variant == values.get("branch") or (values.get("compression") or {}).get("method") != "edgc":
+                values.pop("branch", None)
+            configs.append(resolve(_in_setting(values, place) if place else values, where))
+            check_run(configs[-1], where)
     return _connected(configs, where)
+
+
+def _in_setting(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The settings of a run with its variant, and those that it names, called as in setting ``name``."""
+    values = {**values, "setting": name, "variant": f"{name}_{values['variant']}"}
+    if values.get("branch"):
+        values["branch"] = f"{name}_{values['branch']}"
+    if follows := values.get("follows"):
+        values["follows"] = {**follows, "variant": f"{name}_{follows['variant']}"}
+    return values
 
 
 def all_runs(scale: str) -> tuple[dict[str, list[RunConfig]], dict[str, UserError]]:
@@ -178,12 +196,11 @@ def data_config(scale: str, name: str) -> DataConfig:
     return known[name]
 
 
-def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale: str) -> dict[str, list[int]]:
-    """The seeds of each variant, ``common`` first; ``UserError`` where ``more_seeds`` does not fit them."""
-    result = {variant: list(common) for variant in variants}
-    layer = definition.scales.get(scale, StudyLayer())
-    key = f"scales.{scale}.more_seeds" if layer.more_seeds else "more_seeds"
-    more, where = layer.more_seeds or definition.more_seeds, study_path(definition.study)
+def _seeds(
+    variants: Iterable[str], common: list[int], more: MoreSeeds | None, key: str, study: str
+) -> dict[str, list[int]]:
+    """The seeds of each variant, ``common`` first; ``UserError`` where ``more``, given as ``key``, does not fit."""
+    result, where = {variant: list(common) for variant in variants}, study_path(study)
     if more is None:
         return result
     for seed in more.seeds:

@@ -126,6 +126,23 @@ class ParallelConfig(Settings):
         return {**values, "world": world}
 
 
+class FinalConfig(Settings):
+    """Estimates of the loss at the end of a run, beside that of ``eval_interval``, for studies of their spread.
+
+    ``evaluations`` times, ``every`` iterations apart and last at the end, the loss over ``batches`` global batches of
+    validation text is recorded beside that over ``eval_batches``; at the end also both of the mean of these weights.
+    """
+
+    evaluations: PositiveInt
+    every: PositiveInt
+    batches: PositiveInt
+
+    def due(self, iteration: int, iterations: int) -> bool:
+        """True if an estimate is due after ``iteration`` of a run of ``iterations``."""
+        left = iterations - iteration
+        return left % self.every == 0 and left // self.every < self.evaluations
+
+
 class TrainConfig(Recorded):
     """Optimisation and bookkeeping of one run; intervals in iterations, batches in sequences.
 
@@ -136,7 +153,7 @@ class TrainConfig(Recorded):
     ``lr``; it rises and falls as ``lr`` does.
     """
 
-    LATER = ("optimizer", "matrix_lr")
+    LATER = ("optimizer", "matrix_lr", "final")
 
     iterations: PositiveInt
     micro_batch: PositiveInt
@@ -160,6 +177,14 @@ class TrainConfig(Recorded):
     keep_warm_up: bool = False  # the whole state at the end of warm-up, for runs that branch from it
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     matrix_lr: float | None = Field(None, gt=0.0)
+    final: FinalConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.final and self.final.evaluations * self.final.every > self.iterations:
+            what = f"final: {self.final.evaluations} evaluations, {self.final.every} iterations apart,"
+            raise ValueError(f"{what} are longer than iterations = {self.iterations}; use fewer")
+        return self
 
 
 class ProbeConfig(Settings):
@@ -192,12 +217,13 @@ class FollowsConfig(Settings):
     """The ranks of the run of ``variant`` with the same seed, window by window after warm-up, in another order.
 
     Its placebos send its bytes at other times: ``reversed``; ``shuffled`` (``shuffle`` tells several shuffles apart);
-    ``falling``, from the highest to the lowest. ``even``: at its bytes, too, two neighbouring ranks in turn, as near to
-    one fixed rank as that goes.
+    ``falling``, from the highest to the lowest. At its bytes, too: ``even``, two neighbouring ranks in turn, as near to
+    one fixed rank as that goes; ``line``, from 4/3 of their mean straight down to 2/3. Where stages are aligned, these
+    are the ranks of the first one.
     """
 
     variant: str
-    order: Literal["reversed", "shuffled", "falling", "even"]
+    order: Literal["reversed", "shuffled", "falling", "even", "line"]
     shuffle: int = Field(0, ge=0)
 
 
@@ -214,7 +240,7 @@ class RunConfig(Recorded):
     from the state that the run of that variant, with the same seed, had at the end of its uncompressed warm-up.
     """
 
-    LATER = ("strategy", "driver")
+    LATER = ("strategy", "driver", "setting")
 
     scale: str
     study: str
@@ -231,6 +257,7 @@ class RunConfig(Recorded):
     probe: ProbeConfig = ProbeConfig()
     follows: FollowsConfig | None = None
     branch: str | None = None
+    setting: str = ""  # of several that its study has
 
     @property
     def needs(self) -> list[str]:

@@ -81,13 +81,20 @@ class MoreSeeds(Settings):
     seeds: Annotated[Seeds, Field(min_length=1)]
 
 
-class StudyLayer(Settings):
-    """The part of a study that a scale may override; its ``seeds`` and ``more_seeds`` replace the study's."""
+class Setting(Settings):
+    """What is laid over a study in one of its settings, which may lack variants (null); ``seeds`` and ``more_seeds``
+    replace the study's."""
 
     base: dict[str, Any] = {}
-    variants: dict[Name, dict[str, Any]] = {}
+    variants: dict[Name, dict[str, Any] | None] = {}
     seeds: Seeds = []
     more_seeds: MoreSeeds | None = None
+
+
+class StudyLayer(Setting):
+    """The part of a study that a scale may override; its ``settings`` replace the study's."""
+
+    settings: dict[Name, Setting] = {}
     evaluation: dict[str, Any] = {}
 
 

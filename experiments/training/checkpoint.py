@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Progress:
     resumed_at: list[int]  # iterations after which the run was resumed so far, at loading this time included
     metrics: Path  # the log up to there, on rank 0
     branched_from: str | None = None  # the run whose warm-up this was
+    sums: list[torch.Tensor] = field(default_factory=list)  # of the weights at final evaluations, on this rank
 
 
 class Checkpoints:
@@ -96,6 +97,7 @@ class Checkpoints:
             "scheduler": session.scheduler.state_dict(),
             "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
             "random": _random_state(),
+            "sums": progress.sums,
         }
         with checkpoint.publish(self.folder / name, iteration, keep=KEEP) as folder:
             self._write(folder, iteration)
@@ -145,7 +147,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             _say(f"{run.study}/{run.name} {how} after iteration {iteration} of {run.train.iterations}")
         resumed_at = [] if trunk else [*state["resumed_at"], iteration]
-        return Progress(iteration, float(state["seconds"]), resumed_at, folder / LOG, trunk)
+        return Progress(iteration, float(state["seconds"]), resumed_at, folder / LOG, trunk, state.get("sums", []))
 
     def _write(self, folder: Path, iteration: int) -> None:
         """Save model, optimizer and EDGC's state."""

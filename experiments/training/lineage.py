@@ -47,27 +47,32 @@ def with_ranks(run: RunConfig, results: Path) -> RunConfig:
 
     Raises:
         UserError: a file of the run that it follows is missing or damaged, that run compressed nothing, or its stages
-            had different ranks.
+            had different ranks and those of ``run`` are not aligned.
     """
     if run.follows is None or run.edgc.to_dict()["policy"] == "schedule":
         return run
     folder = results / run.scale / run.study / f"{run.follows.variant}-s{run.seed}"
     iterations = run.train.iterations
-    at, ranks = zip(*_ranks(folder, run.edgc.window, iterations), strict=True)
+    at, ranks = zip(*_ranks(folder, run.edgc, iterations), strict=True)
     rows = zip(at, in_order(ranks, run.follows, run.seed), strict=True)
     policy = {"policy": "schedule", "schedule": [[iteration / iterations, rank] for iteration, rank in rows]}
     compression: dict[str, Any] = EDGCConfig.usable({**run.compression, **policy})
     return resolve({**run.model_dump(mode="json"), "compression": compression}, folder)
 
 
-def _ranks(folder: Path, window: int, iterations: int) -> list[tuple[int, int]]:
-    """Ranks of a finished run's windows after warm-up, each with the iteration that it came into force after."""
+def _ranks(folder: Path, config: EDGCConfig, iterations: int) -> list[tuple[int, int]]:
+    """Ranks of a finished run's windows after warm-up, each with the iteration that it came into force after.
+
+    Args:
+        config: of the run that follows; where it aligns stages, the first one's ranks are all that it needs.
+    """
+    aligned = getattr(config, "alignment", "off") != "off"
     pairs = []
     outputs.check(folder, (outputs.LOG,))
     log = outputs.read_log(folder, outputs.read_status(folder))
     decisions = [event for event in log if event["event"] == "decision"]
-    for event in outputs.window_decisions(decisions, window, before=iterations):
-        iteration, ranks = int(event["iteration"]), set(event["ranks"])
+    for event in outputs.window_decisions(decisions, config.window, before=iterations):
+        iteration, ranks = int(event["iteration"]), set(event["ranks"][:1] if aligned else event["ranks"])
         if len(ranks) != 1 or None in ranks:
             message = f"its stages had the ranks {event['ranks']} after iteration {iteration}; one rank can be followed"
             raise UserError(message, where=folder, fix="set compression.alignment: off for the run that is followed")
@@ -87,9 +92,16 @@ def in_order(ranks: Sequence[int], follows: FollowsConfig, seed: int) -> list[in
         return shuffled
     if follows.order == "falling":
         return sorted(ranks, reverse=True)
-    # Two neighbouring ranks, the higher one wherever the running sum has fallen behind the mean.
     total, count = sum(ranks), len(ranks)
-    return [total * (place + 1) // count - total * place // count for place in range(count)]
+
+    def so_far(place: int) -> int:
+        """Sum of the first ranks, rounded down, so that no rank falls behind by a whole one."""
+        if follows.order == "line":
+            return total * place * (4 * count - place) // (3 * count * count)
+        return total * place // count
+
+    steps = [so_far(place + 1) - so_far(place) for place in range(count)]
+    return sorted(steps, reverse=True) if follows.order == "line" else steps  # rounding alone may have let one rise
 
 
 # ------------------------------------------------------------------ a checkpoint, or another run's warm-up

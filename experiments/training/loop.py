@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from edgc.checks import plain
 from edgc.engine import Engine
 from experiments.data.batches import MicroBatch
-from experiments.spec.settings import RunConfig
+from experiments.spec.settings import FinalConfig, RunConfig
 from experiments.training.checkpoint import Checkpoints, Progress
 from experiments.training.lineage import branched_log
 from experiments.training.outputs import CHECKPOINTS, LOG, WARM_UP, read_events
@@ -56,6 +58,7 @@ class Training:
     ) -> None:
         self.run, self.vocab_size, self.attempt, self.checkpoints = run, vocab_size, attempt, checkpoints
         self.speaks, self.log = speaks, RunLog(run, attempt, speaks=speaks)
+        self.sums: list[Tensor] = []  # of the weights at the final evaluations so far
 
     # ------------------------------------------------------------------ what computes the steps
 
@@ -74,6 +77,11 @@ class Training:
         """Number of steps that were skipped up to and with the last one."""
         raise NotImplementedError
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights that are trained here, of all replicas that are here."""
+        raise NotImplementedError
+
     def start_batches(self, first: int) -> None:
         """Begin with the batches that follow iteration ``first``."""
         raise NotImplementedError
@@ -82,8 +90,8 @@ class Training:
         """Train one step on the next batches."""
         raise NotImplementedError
 
-    def evaluate(self) -> float:
-        """Mean validation loss in nats per token, over the same batches for every run."""
+    def evaluate(self, batches: Sequence[int]) -> list[float]:
+        """Mean validation losses in nats per token, over the first so many global batches, the same for every run."""
         raise NotImplementedError
 
     def add_loss(self, loss: float) -> None:
@@ -114,6 +122,7 @@ class Training:
                 iteration = first = resumed.iteration
                 resumed_at = resumed.resumed_at
                 started -= resumed.seconds
+                self.sums = resumed.sums
                 validation = self._replay(resumed)
             self.start_batches(first)
             for iteration in range(first + 1, run.train.iterations + 1):
@@ -129,11 +138,13 @@ class Training:
                     status = "diverged"
                     break
                 if iteration % run.train.eval_interval == 0 or iteration == run.train.iterations:
-                    validation = self.evaluate()
+                    [validation] = self.evaluate([run.train.eval_batches])
                     self.log.evaluation(iteration, step.loss, validation)
+                if run.train.final and run.train.final.due(iteration, run.train.iterations):
+                    self._evaluate_finally(iteration, run.train.final)
                 if due := self._checkpoints_due(iteration, warm_up_ended=was_warm_up and not self._in_warm_up()):
                     elapsed = time.perf_counter() - started
-                    progress = Progress(iteration, elapsed, resumed_at, self.attempt / LOG)
+                    progress = Progress(iteration, elapsed, resumed_at, self.attempt / LOG, sums=self.sums)
                     for name in due:
                         self.checkpoints.save(progress, name)
             if status == "ok" and not math.isfinite(validation):
@@ -153,6 +164,33 @@ class Training:
             "validation_perplexity": plain(perplexity(validation)),
             **summary([event for event in events if event["event"] == "step"], tokens, dense, seconds_total),
         }
+
+    def _evaluate_finally(self, iteration: int, final: FinalConfig) -> None:
+        """Log the losses of the weights as they are and, at the end, of their mean over all final evaluations."""
+        weights = [weight.detach().float() for weight in self.weights]
+        sums = self.sums or [torch.zeros_like(weight) for weight in weights]
+        self.sums = [total + weight for total, weight in zip(sums, weights, strict=True)]
+        self._log_final(iteration, "last", final)
+        if iteration == self.run.train.iterations:
+            with self._mean_weights(final.evaluations):
+                self._log_final(iteration, "mean", final)
+
+    def _log_final(self, iteration: int, weights: str, final: FinalConfig) -> None:
+        train, counts = self.run.train, (self.run.train.eval_batches, final.batches)
+        for count, loss in zip(counts, self.evaluate(counts), strict=True):
+            tokens = count * train.global_batch * self.run.model.sequence_length
+            self.log.write("final", iteration=iteration, weights=weights, tokens=tokens, loss=loss)
+
+    @contextmanager
+    def _mean_weights(self, count: int) -> Iterator[None]:
+        """In place of the weights, their sums over ``count``."""
+        with torch.no_grad():
+            kept = [weight.clone() for weight in self.weights]
+            for weight, total in zip(self.weights, self.sums, strict=True):
+                weight.copy_(total / count)
+            yield
+            for weight, value in zip(self.weights, kept, strict=True):
+                weight.copy_(value)
 
     def _in_warm_up(self) -> bool:
         return self.engine is not None and self.engine.plan.in_warm_up

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,10 @@ class Rehearsed(Training):
     def skipped_in_a_row(self) -> int:
         return self._skipped_in_a_row
 
+    @property
+    def weights(self) -> list[Tensor]:
+        return [weight for model in self.rehearsal.models for weight in model.parameters()]
+
     def start_batches(self, first: int) -> None:
         self.batches = [
             train_batches(self.run, self.data_dir, replica, self.replicas, first) for replica in range(self.replicas)
@@ -172,17 +176,17 @@ class Rehearsed(Training):
         return replace(last, statistics=replace(last.statistics, bytes=sent), skipped=skipped)
 
     @torch.no_grad()
-    def evaluate(self) -> float:
+    def evaluate(self, batches: Sequence[int]) -> list[float]:
         rehearsal = self.rehearsal
         model: Any = rehearsal.averaged() if len(rehearsal.models) > 1 else rehearsal.models[0]
         model.eval()
         means = []
         for replica in range(self.replicas):
-            batches = iter(validation_batches(self.run, self.data_dir, replica, self.replicas))
-            losses = [self._validation_loss(model, batches) for _ in range(self.run.train.eval_batches)]
-            means.append(sum(losses) / len(losses))
+            text = iter(validation_batches(self.run, self.data_dir, replica, self.replicas, max(batches)))
+            losses = [self._validation_loss(model, text) for _ in range(max(batches))]
+            means.append([sum(losses[:count]) / count for count in batches])
         model.train()
-        return sum(means) / len(means)
+        return [sum(column) / len(column) for column in zip(*means, strict=True)]
 
     def _validation_loss(self, model: Any, batches: Iterator[MicroBatch]) -> float:
         micro_batches = [next(batches) for _ in range(self.run.micro_batches)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,10 @@ class Trainer(Training):
     def skipped_in_a_row(self) -> int:
         return self.session.attachment.skipped_in_a_row
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [weight for chunk in self.session.chunks for weight in chunk.parameters()]
+
     def start_batches(self, first: int) -> None:
         self.batches = train_batches(self.run, self.data_dir, self.replica, self.replicas, first)
 
@@ -116,16 +120,16 @@ class Trainer(Training):
         return gather_step(rank_step(session.stage, self.replica, loss, norm, done, traffic), session.device)
 
     @torch.no_grad()
-    def evaluate(self) -> float:
+    def evaluate(self, batches: Sequence[int]) -> list[float]:
         for chunk in self.session.chunks:
             chunk.eval()
-        batches = iter(validation_batches(self.run, self.data_dir, self.replica, self.replicas))
-        losses = [self._schedule(batches, forward_only=True) for _ in range(self.run.train.eval_batches)]
+        text = iter(validation_batches(self.run, self.data_dir, self.replica, self.replicas, max(batches)))
+        losses = [self._schedule(text, forward_only=True) for _ in range(max(batches))]
         for chunk in self.session.chunks:
             chunk.train()
-        numbers = (sum(losses) / len(losses), self.session.is_last_stage)
-        means = [mean for mean, counts in gather_numbers(numbers, self.session.device) if counts]
-        return sum(means) / len(means)
+        numbers = (*(sum(losses[:count]) / count for count in batches), self.session.is_last_stage)
+        means = [means for *means, counts in gather_numbers(numbers, self.session.device) if counts]
+        return [sum(column) / len(column) for column in zip(*means, strict=True)]
 
     def add_loss(self, loss: float) -> None:
         self.session.attachment.add_loss(loss)

@@ -123,6 +123,7 @@ def repeatable(folder: Path) -> list[Any]:
     """Everything of a run that must not depend on when it ran."""
     steps = read_events(folder / "metrics.jsonl", "step")
     evaluations = read_events(folder / "metrics.jsonl", "eval")
+    evaluations += read_events(folder / "metrics.jsonl", "final")
     return [(e["iteration"], e["loss"], e["grad_norm"], e["bytes"]) for e in steps] + evaluations
 
 

@@ -27,7 +27,11 @@ def replicas(variant: str, **sections: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "sections"),
-    [("none", {}), ("edgc", {"compression": EDGC}), ("muon", {"train": {"optimizer": "muon", "matrix_lr": 0.02}})],
+    [
+        ("none", {"train": {"final": {"evaluations": 3, "every": 2, "batches": 3}}}),
+        ("edgc", {"compression": EDGC}),
+        ("muon", {"train": {"optimizer": "muon", "matrix_lr": 0.02}}),
+    ],
 )
 def test_two_replicas_train_alike_in_one_process_and_in_two(launcher: Launcher, name: str, sections: Any) -> None:
     runs = [replicas(f"{name}_{driver}", driver=driver, **sections) for driver in ("processes", "rehearsal")]
@@ -51,7 +55,16 @@ def test_two_replicas_train_alike_in_one_process_and_in_two(launcher: Launcher, 
     ("name", "sections"),
     [
         ("diloco", {"driver": "rehearsal", "strategy": {"name": "diloco", "every": 5}}),
-        ("muon", {"train": {"optimizer": "muon", "matrix_lr": 0.02}}),
+        (
+            "muon",
+            {
+                "train": {
+                    "optimizer": "muon",
+                    "matrix_lr": 0.02,
+                    "final": {"evaluations": 6, "every": 3, "batches": 1},
+                }
+            },
+        ),
     ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_it_never_stopped(launcher: Launcher, name: str, sections: Any) -> None:

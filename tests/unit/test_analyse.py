@@ -151,6 +151,23 @@ def test_a_policy_is_judged_over_the_seeds_that_it_and_its_rival_have_and_if_it_
     assert compared.loc["reversed", "verdict"] == "not tested" != compared.loc["fixed rank", "verdict"]
 
 
+def test_runs_of_one_seed_are_compared_in_their_own_setting() -> None:
+    found = []
+    for setting, plain in (("one", 5.0), ("two", 6.0)):
+        name, follows = f"{setting}_cqm", {"variant": f"{setting}_cqm", "order": "line"}
+        found.append(run(f"{setting}_none", loss=plain, setting=setting))
+        found.append(run(name, loss=plain + 0.01, setting=setting, compression=edgc(), events=decisions([24, 20, 16])))
+        found.append(run(f"{setting}_line", loss=plain + 0.04, setting=setting, compression=edgc(), follows=follows))
+    written = policies.tables(found)
+    assert written["table"]["gap_nats"].tolist() == pytest.approx([0, 0.01, 0.04] * 2)
+    pairs = written["pairs"].query("variant in ['one_cqm', 'two_cqm']")
+    assert list(zip(pairs["variant"], pairs["rival"], strict=True)) == [
+        (f"{setting}_cqm", rival) for setting in ("one", "two") for rival in ("no compression", "chosen")
+    ]
+    assert pairs["difference_nats"].tolist() == pytest.approx([0.01, -0.03] * 2)
+    assert pairs["rival_gap_nats"].dropna().tolist() == pytest.approx([0.04, 0.04])
+
+
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [

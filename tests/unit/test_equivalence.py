@@ -54,6 +54,18 @@ def test_verdicts(differences: list[float], verdict: str) -> None:
     assert found["seeds_worse"] == sum(value > 0 for value in differences)
 
 
+def test_a_difference_far_above_its_deviation_is_seen_for_certain() -> None:
+    found = [equivalence.power_of_difference(sd, 0.0025, 3) for sd in np.linspace(0.0002, 0.0006, 100)]
+    assert np.all(np.diff(found) <= 1e-9) and found[-1] > 0.9, "nothing is missing"
+
+
+def test_the_interval_of_a_deviation_holds_the_true_one_in_95_of_100_samples() -> None:
+    random = np.random.default_rng(0)
+    held = [low < 0.003 < high for low, high in map(equivalence.sd_interval, random.normal(0.1, 0.003, (1500, 6)))]
+    assert np.mean(held) == pytest.approx(0.95, abs=0.015)
+    assert all(map(math.isnan, equivalence.sd_interval([0.1, math.nan])))
+
+
 @settings(deadline=None)
 @given(VALUES, st.floats(-0.01, 0.03))
 def test_where_nothing_is_to_be_won_only_a_difference_beyond_the_margin_is_told(

@@ -275,7 +275,9 @@ def test_titles_say_what_the_tables_say(tmp_path: Path) -> None:
 
 
 def test_figures_say_tables_that_studies_have_and_are_all_drawn_here() -> None:
-    assert PLACES.keys() == {*FIGURES, *BENCHMARKS}
+    # A figure may be there before the runs of its study.
+    tabled = {name for name in FIGURES if any(not missing(name, scale) for scale in KEPT.iterdir())}
+    assert PLACES.keys() == {*tabled, *BENCHMARKS}
     for table in (table for tables in INPUTS.values() for table in tables):
         study, _, file = table.partition("/")
         assert file in matrix.load_study(study).tables, table

@@ -53,6 +53,7 @@ RANKS = [32, 24, 16, 20, 16, 20, 24, 24, 20]  # the last one is decided when the
         ("reversed", [24, 24, 20, 16, 20, 16, 24, 32]),
         ("falling", [32, 24, 24, 24, 20, 20, 16, 16]),
         ("even", [22, 22, 22, 22, 22, 22, 22, 22]),
+        ("line", [28, 27, 24, 23, 21, 20, 17, 16]),
     ],
 )
 def test_the_schedule_of_a_run_that_follows(tmp_path: Path, order: str, wanted: list[int]) -> None:
@@ -77,6 +78,23 @@ def test_two_neighbouring_ranks_send_exactly_the_same(ranks: list[int]) -> None:
     assert len(set(shuffled)) == 4, "they differ by seed and number"
     assert shuffled[0] == tuple(lineage.in_order(list(range(40)), orders[0], 1)), "and repeat"
     assert Counter(lineage.in_order(ranks, orders[0], 1)) == Counter(ranks)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
+def test_a_line_falls_from_four_to_two_thirds_of_the_mean_at_the_same_bytes(ranks: list[int]) -> None:
+    line = lineage.in_order(ranks, FollowsConfig(variant="a", order="line"), 1)
+    mean, count = sum(ranks) / len(ranks), len(ranks)
+    assert len(line) == count and sum(line) == sum(ranks) and sorted(line, reverse=True) == line
+    for place, rank in enumerate(line):
+        assert abs(rank - mean * (4 - 2 * (place + 0.5) / count) / 3) <= 2
+
+
+def test_where_stages_are_aligned_the_first_ones_ranks_are_followed(tmp_path: Path) -> None:
+    write(tmp_path, [[24, 32], [16, 24], [20, 20]])
+    aligned = {"compression": {**BASE["compression"], "alignment": "measured"}}
+    run = lineage.with_ranks(resolve({**follower("reversed").model_dump(mode="json"), **aligned}, "test"), tmp_path)
+    settings = run.edgc.to_dict()
+    assert [rank for _, rank in settings["schedule"]] == [20, 16, 24] and settings["alignment"] == "measured"
 
 
 def test_what_cannot_be_followed(tmp_path: Path) -> None:
@@ -126,6 +144,26 @@ def test_all_variants_branch_from_one_that_keeps_its_warm_up(studies: Path) -> N
     assert {name: run.needs for name, run in found.items()} == {
         "none": [], "cqm": [], "back": ["cqm-s1"], "rank_8": ["cqm-s1"]
     }  # fmt: skip
+
+
+def test_every_variant_in_every_setting_goes_by_others_of_its_own(studies: Path) -> None:
+    more: dict[str, Any] = {"more": {"compression": {"rank_multiple": 2}}, "rank_8": None}
+    two = {"base": {"parallel": {"pipeline": 2}}, "variants": more}
+    study = {**STUDY, "settings": {"one": {"base": {"parallel": {"pipeline": 1}}, "seeds": [1, 2]}, "two": two}}
+    (studies / "tried.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    found = {run.name: run for run in matrix.runs("tried", "ci")}
+    both = ["none", "cqm", "back"]
+    expected = [f"one_{name}-s{seed}" for name in [*both, "rank_8"] for seed in (1, 2)]
+    assert list(found) == expected + [f"two_{name}-s1" for name in [*both, "more"]]
+    assert [found[f"{name}_none-s1"].parallel.pipeline for name in ("one", "two")] == [1, 2]
+    assert found["two_back-s1"].needs == ["two_cqm-s1"] and found["one_back-s2"].needs == ["one_cqm-s2"]
+    assert [name for name, run in found.items() if run.train.keep_warm_up] == ["one_cqm-s1", "one_cqm-s2", "two_cqm-s1"]
+    assert found["two_back-s1"].setting == "two"
+    assert resolve(found["two_back-s1"].model_dump(mode="json"), "its record") == found["two_back-s1"]
+    two["more_seeds"] = {"variants": ["back"], "seeds": [2]}
+    (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, "settings": {"two": two}}))
+    with pytest.raises(UserError, match=r"two_back: branch: two_cqm has no seed 2"):
+        matrix.runs("tried", "ci")
 
 
 def test_mistakes_are_named(studies: Path) -> None:
