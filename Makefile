@@ -5,6 +5,9 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
 
+# Bytecode is kept whatever the caller's shell says: without it each of hundreds of processes compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 SCALE ?= ci
 STUDY ?= methods
 # More than four cores bring nothing at ci scale: a run is four processes, and two runs at once would disturb

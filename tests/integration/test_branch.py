@@ -49,13 +49,13 @@ BACK = branched("back", follows={"variant": "trunk", "order": "reversed"})
 ONLY_SPECTRAL = ("r_min", "step_limit", "target_error")
 FIXED = {key: value for key, value in EDGC.items() if key not in ONLY_SPECTRAL}
 RANK_3 = branched("rank_3", compression={**FIXED, "policy": "fixed", "rank": 3, "factor_dtype": "int8"})
+CHILD = branched("child")
 
 
 @pytest.fixture(scope="module")
 def launcher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     launcher = Launcher(prepared, tmp_path_factory.mktemp("configs"))
-    for values in (TRUNK, BACK, RANK_3):
-        launcher.finish(values)
+    launcher.finish_all(TRUNK, BACK, RANK_3, CHILD)
     return launcher
 
 
@@ -104,7 +104,7 @@ def test_a_run_needs_another_that_ended_well(launcher: Launcher, monkeypatch: py
 
 
 def test_a_branch_with_the_settings_of_its_trunk_is_the_same_run(launcher: Launcher) -> None:
-    trunk, child = launcher.path(TRUNK), launcher.finish(branched("child"))
+    trunk, child = launcher.path(TRUNK), launcher.path(CHILD)
     assert repeatable(child) == repeatable(trunk)
     assert decided(child) == decided(trunk)
     assert len(set(ranks(trunk))) > 4, "a policy that never moves would show nothing here"

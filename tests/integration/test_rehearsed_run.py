@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +26,28 @@ def replicas(variant: str, **sections: Any) -> dict[str, Any]:
     return changed(variant=variant, parallel={"pipeline": 1, "data": 2}, train=train, **sections)
 
 
-@pytest.mark.parametrize(
-    ("name", "sections"),
-    [
-        ("none", {"train": {"final": {"evaluations": 3, "every": 2, "batches": 3}}}),
-        ("edgc", {"compression": EDGC}),
-        ("muon", {"train": {"optimizer": "muon", "matrix_lr": 0.02}}),
-    ],
-)
-def test_two_replicas_train_alike_in_one_process_and_in_two(launcher: Launcher, name: str, sections: Any) -> None:
-    runs = [replicas(f"{name}_{driver}", driver=driver, **sections) for driver in ("processes", "rehearsal")]
-    two, one = [launcher.finish(run) for run in runs]
+ALIKE: dict[str, dict[str, Any]] = {
+    "none": {"train": {"final": {"evaluations": 3, "every": 2, "batches": 3}}},
+    "edgc": {"compression": EDGC},
+    "muon": {"train": {"optimizer": "muon", "matrix_lr": 0.02}},
+}
+DRIVERS = ("processes", "rehearsal")
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """The folders of each run by either driver."""
+    launcher = Launcher(prepared, tmp_path_factory.mktemp("configs"))
+    pairs = [(name, driver) for name in ALIKE for driver in DRIVERS]
+    folders = launcher.finish_all(
+        *(replicas(f"{name}_{driver}", driver=driver, **ALIKE[name]) for name, driver in pairs)
+    )
+    return {name: folders[2 * at : 2 * at + 2] for at, name in enumerate(ALIKE)}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_two_replicas_train_alike_in_one_process_and_in_two(trained: dict[str, list[Path]], name: str) -> None:
+    two, one = trained[name]
     assert repeatable(one) == repeatable(two), "bit for bit"
     stages = [[event["stages"] for event in read_events(folder / "metrics.jsonl", "step")] for folder in (one, two)]
     measured = ("rank", "entropy", "bytes", "worker_error", "mean_error", "error_feedback_ratio")
@@ -76,7 +88,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_never_stopped(launcher: Launcher
     process.kill()
     process.communicate()
     assert not (launcher.path(again) / "status").exists()
-    whole, resumed = launcher.finish(values), launcher.finish(again)
+    whole, resumed = launcher.finish_all(values, again)
     assert repeatable(resumed) == repeatable(whole)
     record = yaml.safe_load((resumed / "run.yaml").read_text())
     assert record["provenance"]["resumed_at"][0] >= 6 and record.get("strategy", {}) == sections.get("strategy", {})
