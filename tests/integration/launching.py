@@ -111,11 +111,11 @@ class Launcher:
         assert (self.path(values) / "status").read_text() == f"{status}\n", stderr
         return self.path(values)
 
-    def finish_all(self, *runs: dict[str, Any]) -> list[Path]:
-        """The folders of runs that end well, one after another in one process, which imports the libraries once."""
+    def finish_all(self, *runs: dict[str, Any], status: str = "ok") -> list[Path]:
+        """The folders of runs that end with ``status``, one after another in one process, which imports once."""
         process = self._start(["-c", ALL, str(self.results), *(str(self.config(values)) for values in runs)])
         stdout, stderr = process.communicate(timeout=600)
-        assert process.returncode == 0 and stdout.split() == ["ok"] * len(runs), stderr
+        assert process.returncode == 0 and stdout.split() == [status] * len(runs), stderr
         return [self.path(values) for values in runs]
 
     def refusal(self, values: dict[str, Any]) -> str:

@@ -88,10 +88,10 @@ def test_a_run_outlives_an_orphan_and_a_kill_publishes_a_complete_folder_and_rep
 @pytest.mark.costly
 def test_a_diverging_run_and_one_that_only_skips_steps_end_with_their_status(launcher: Launcher) -> None:
     hot = changed(variant="hot", train={"lr": 100.0, "iterations": 60, "eval_interval": 60})
-    folder = launcher.finish(hot, "diverged")
-    assert json.loads((folder / "summary.json").read_text())["status"] == "diverged"
     # The first update leaves weights at which the loss overflows.
-    folder = launcher.finish(changed(variant="overflow", train={**hot["train"], "lr": 1e30}), "diverged")
+    overflow = changed(variant="overflow", train={**hot["train"], "lr": 1e30})
+    first, folder = launcher.finish_all(hot, overflow, status="diverged")
+    assert json.loads((first / "summary.json").read_text())["status"] == "diverged"
     skipped = [step["skipped"] for step in read_events(folder / "metrics.jsonl", "step")]
     assert skipped[-20:] == [True] * 20 and (len(skipped) == 20 or not skipped[-21])
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == sum(skipped)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from experiments.common.figures import BENCHMARKS
@@ -75,30 +76,36 @@ PROGRAMS = {
 }
 
 
-# The output of each call goes to a file because Snakemake's logger keeps the stream that it first saw.
-CALLS = """
+# Imports Snakemake, not the checkout, once; what a line of stdin asks for is done in a fork, so that edits are seen. The
+# output of each call goes to a file because Snakemake's logger keeps the stream that it first saw.
+SERVER = """
 import json, os, sys, tempfile
 from snakemake.cli import main
-results = []
-terminal = os.dup(1)
-for call in json.loads(sys.argv[1]):
-    sys.argv = ["snakemake", *call]
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-        try:
-            main(call)
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        sys.stdout.flush(), sys.stderr.flush()
-        file.seek(0)
-        results.append((code, file.read().decode()))
-os.dup2(terminal, 1)
-print(json.dumps(results))
+answers = os.dup(1)
+for line in sys.stdin:
+    if os.fork():
+        os.wait()
+        continue
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    results = []
+    for call in json.loads(line):
+        sys.argv = ["snakemake", *call]
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+            try:
+                main(call)
+                code = 0
+            except SystemExit as end:
+                code = int(end.code or 0)
+            sys.stdout.flush(), sys.stderr.flush()
+            file.seek(0)
+            results.append((code, file.read().decode()))
+    os.write(answers, json.dumps(results).encode() + b"\\n")
+    os._exit(0)
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkout:
     """A working copy of the repository."""
 
@@ -125,18 +132,24 @@ class Checkout:
         )
 
     def snakemake(self, *calls: Sequence[str]) -> list[tuple[int, str]]:
-        """(exit code, output) of several Snakemake calls, in one process because its imports take seconds."""
-        result = subprocess.run(
-            [sys.executable, "-c", CALLS, json.dumps(calls)],
+        """(exit code, output) of several Snakemake calls."""
+        server = self.server
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(calls) + "\n")
+        server.stdin.flush()
+        return [(code, text) for code, text in json.loads(server.stdout.readline())]
+
+    @cached_property
+    def server(self) -> subprocess.Popen[str]:
+        """Ends with this process, which holds its standard input."""
+        return subprocess.Popen(
+            [sys.executable, "-c", SERVER],
             cwd=self.path,
             env=self.environment(),
             text=True,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=600,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        assert result.returncode == 0, result.stdout + result.stderr
-        return [(code, text) for code, text in json.loads(result.stdout.splitlines()[-1])]
 
     def plan(self, *calls: Sequence[str]) -> list[dict[str, int]]:
         """Jobs by rule that each dry run would start; empty when everything is up to date."""
