@@ -76,8 +76,8 @@ PROGRAMS = {
 }
 
 
-# Imports Snakemake, not the checkout, once; what a line of stdin asks for is done in a fork, so that edits are seen. The
-# output of each call goes to a file because Snakemake's logger keeps the stream that it first saw.
+# Imports Snakemake once; what a line of stdin asks for is done in a fork, which alone imports the checkout. The output
+# of each call goes to a file because Snakemake's logger keeps the stream that it first saw.
 SERVER = """
 import json, os, sys, tempfile
 from snakemake.cli import main
