@@ -48,6 +48,7 @@ from tests.integration.fsdp_runs import (
 from tests.strategy_cases import settings_of
 from tests.workers import Cases, refused, said, same
 
+STEPS = 7
 KNOWN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # of torch 2.13
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not KNOWN, reason="edgc.fsdp needs torch 2.13")]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "library" / "fsdp.md"
@@ -74,6 +75,30 @@ def without_loss_it_is_torch() -> None:
             given_back.handle.remove()
             given_back.handle = None
             assert same(given_back.train(1, 3).weights, plain.weights)
+
+
+@case
+def layouts() -> None:
+    """FSDP2's rows of the matrix of layouts (``test_megatron_layouts.py``), as many steps as there: without
+    compression, at full rank as without, and compressed, which learns, sends less, loses nothing, and leaves replicas
+    equal."""
+    for replicas in (2, 1, 4):
+        mesh = mesh_of(replicas)
+        plain = Run(mesh).train(0, STEPS)
+        low = Run(mesh, POWERSGD if replicas > 1 else {"method": "quantize", "bits": 4, **SMALL})
+        with (watched if replicas > 1 else scattered)(low) as gaps:
+            low.train(0, STEPS)
+        assert max(gaps) < 1e-6, (replicas, gaps)
+        assert sum(low.losses[-3:]) < sum(low.losses[:3]) - 0.1, (replicas, low.losses)
+        assert low.handle.last.statistics.bytes < 0.7 * low.handle.last.statistics.dense_bytes, replicas
+        assert not same(low.weights, plain.weights), replicas
+        if replicas > 1:
+            full = Run(mesh, {"method": "powersgd", "rank": 64, **SMALL})
+            full.handle.engine.compressor.always_factor = True
+            full.train(0, STEPS)
+            assert replicas_equal(mesh, full.weights) and replicas_equal(mesh, low.weights), replicas
+            assert full.handle.last.rank == 64 and not same(full.weights, plain.weights), replicas  # it was factored
+            torch.testing.assert_close(full.losses, plain.losses, rtol=1e-5, atol=0)
 
 
 @case
