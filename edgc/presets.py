@@ -13,6 +13,12 @@
 ``paper`` is EDGC (arXiv 2511.10333) with every choice as published; r_max is found by timing and r_min a quarter of it.
 What the paper leaves open (how stable is stable, bins, seeds) stays at this library's defaults.
 
+``hygon`` is EDGC as HYGON's plugin for Megatron-LM has it by default (repository HYGON-AI/Megatron-LM-das, option
+``--enable-dynamic-grad-comp``): the rank follows the loss, which has to be told (``add_loss``). ``docs/audit.md`` says
+of each key where it comes from. Schedule and types are HYGON's, the compressor is not: theirs projects onto new random
+directions in every step and sums Q over the replicas; here Q is refined from step to step, and results are means. They
+take the loss of every tenth iteration, here every loss that is told counts, and warm-up ends with a window.
+
 ``best`` is what the study ``equal_bytes`` finds best at few bytes. It changes with the evidence:
 
 * 2026-11: PowerSGD of rank 32 with int8 factors. At 10.8 % of the bytes it is 0.0068 nats above uncompressed, which
@@ -53,6 +59,20 @@ PRESETS: dict[str, dict[str, Any]] = {
             "entry_rate": 0.25,
             "sampling": "random",
         },
+    },
+    "hygon": {
+        "method": "edgc",
+        "policy": "loss",
+        "rank_multiple": 2,
+        "step_limit": 4,
+        "window": 1000,
+        "warmup_fraction": 0.1,
+        "warmup_limit_fraction": 0.1,
+        "alignment": "measured",
+        "remeasure_above": None,
+        "factor_dtype": "bf16",
+        "error_dtype": "bf16",
+        "entropy": {"iteration_rate": 0.1, "entry_rate": 0.1},
     },
     "best": {"method": "powersgd", "rank": 32, "factor_dtype": "int8"},
 }

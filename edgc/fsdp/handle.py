@@ -249,9 +249,7 @@ class Handle:
             UserWarning: when error feedback was redistributed.
         """
         self._refuse_inside_iteration()
-        found = self._place.found(state)
-        own = found[0] if len(found) == 1 else found
-        chosen = state_for(own, world=self._place.replicas, rank=self._place.replica)
+        chosen = state_for(self._place.found(state), world=self._place.replicas, rank=self._place.replica)
         need(chosen, ("skipped",), "state")
         refuse_other_parameters(chosen, self._shapes())
         if self._stream is not None:
@@ -263,7 +261,7 @@ class Handle:
     # What differs where the reduce-scatter itself is compressed (edgc.fsdp.scatter).
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._whole.shapes(part for unit in self._units for part in unit.parts)
+        return self._whole.shapes(part for unit in self._units for part in unit.all_parts)
 
     def _engine_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.engine.state_dict()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from edgc.checks import dotted, integer
 from edgc.compressors.base import compressible
 from edgc.config import EDGCConfig
+from edgc.control.adaptive import NO_MATRIX
 from edgc.engine import Engine, Matrix
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
@@ -64,7 +67,10 @@ def register(
         assert optimizer is not None
         handle = StrategyHandle(units, layout, config, strategy, optimizer, iterations, looked_up)
     elif layout.replicas is None:
-        handle = ScatterHandle(config, model, units, layout, scaler)
+        handle = scattering = ScatterHandle(config, model, units, layout, scaler)
+        compresses = scattering.engine.method is None or any(_compressed(unit, config) for unit in units)
+        if not compresses and dist.get_rank() == 0:
+            warnings.warn(f"edgc: nothing is compressed in this run: {NO_MATRIX}", stacklevel=2)
     else:
         owners = {}
         if config.build().has_rank:
@@ -134,13 +140,17 @@ def _agreed(
         found = units, layout
     except UserError as error:
         refusal = error
-    answers = gather_objects((described, str(refusal or "")))
+    answers = gather_objects((described, str(refusal or ""), found and found[1].place))
     if refusal is not None:
         raise refusal
-    for rank, (_, other) in enumerate(answers):
+    for rank, (_, other, _) in enumerate(answers):
         if other:
             raise UserError(f"rank {rank} refused: {other}", where=WHERE)
-    differing = [str(rank) for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
+    places = [place for *_, place in answers if place is not None]
+    if any(places[other][0] != shard for shard, others in places for other in others):
+        what, fix = "replicas is a mesh of ranks that hold different shards", "give both dimensions of one mesh"
+        raise UserError(what, where=WHERE, fix=fix)
+    differing = [str(rank) for rank, (other, *_) in enumerate(answers) if other != answers[0][0]]
     if differing:
         what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(differing)}"
         raise UserError(what, where=WHERE, fix="give the same on every rank")

@@ -158,6 +158,7 @@ class ScatterEngine:
         for rank, message in enumerate(received):
             if rank != self.me:
                 quantiser.unpack(message, mean, weight=weight, add=True)
+        mean.masked_fill_(mean.isinf(), torch.nan)  # or it would be clamped to what is finite
         if method.hadamard:
             rotate(mean)
             rotate(work.view(-1))
@@ -253,6 +254,7 @@ class ScatterHandle(Handle):
 
     def scatter(self, unit: Unit, output: Tensor, source: Tensor, op: Any) -> None:
         """Reduce-scatter a unit's gradients on torch's stream for that."""
+        self.settle()  # what it changes is read below
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._begin(unit)
@@ -266,7 +268,7 @@ class ScatterHandle(Handle):
 
     @property
     def _parts(self) -> dict[str, Part]:
-        return {part.name: part for unit in self._units for part in unit.parts}
+        return {part.name: part for unit in self._units for part in unit.all_parts}
 
     def _engine_state(self) -> dict[str, Any]:
         return self.engine.state_dict(self._parts)

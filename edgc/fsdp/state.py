@@ -49,7 +49,7 @@ class Place(NamedTuple):
         torch.save(state, file)
         return {self.key(): file.getvalue()}
 
-    def found(self, saved: Saved | Sequence[Saved]) -> list[dict[str, Any]]:
+    def found(self, saved: Saved | Sequence[Saved]) -> dict[str, Any] | list[dict[str, Any]]:
         """This place's own state in what was saved, or else those of its part in all replicas.
 
         Raises:
@@ -65,5 +65,12 @@ class Place(NamedTuple):
         if self.key() not in mine and (others := mine.keys() & self.placeholders(self.replicas).keys()):
             what = f"the saved state is of {', '.join(sorted(others))}, and this rank is {self.key()}"
             raise UserError(what, where="edgc.fsdp", fix="save and load one state per rank")
-        chosen = [mine[self.key()]] if self.key() in mine else list(mine.values())
-        return [torch.load(io.BytesIO(each), weights_only=True) for each in chosen]
+        if self.key() in mine:
+            return _read(mine[self.key()])
+        return [_read(each) for each in mine.values()]
+
+
+def _read(packed: bytes) -> dict[str, Any]:
+    # Of another rank's GPU it would else go there; whoever uses it moves it to its own.
+    state: dict[str, Any] = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    return state

@@ -76,16 +76,13 @@ class StrategyHandle(ProcessStrategy):
         if self._layout.native and unit.divides_by is not None:
             flat.mul_(self.group.size())
 
-    def _before_step(self) -> None:
-        owners = self.parameters.owners
-        gradients: dict[str, Tensor] = {}
-        for name, p in owners.items():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            gradients[name] = p.grad.to_local()
+    def _stepped(self) -> Mapping[str, Tensor]:
+        return self.parameters.owners
+
+    def _gradients(self, stepped: Mapping[str, Any]) -> dict[str, Tensor]:
+        gradients = {name: p.grad.to_local() for name, p in stepped.items()}
         self._agree(list(gradients.values()))
-        if not self._run(self.strategy.before_step(gradients)):
-            for p in owners.values():
-                p.grad = None
+        return gradients
 
     @own_modes()
     def _agree(self, gradients: Sequence[Tensor]) -> None:
@@ -107,7 +104,8 @@ class StrategyHandle(ProcessStrategy):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Saved]) -> None:
         """Go on from :meth:`state_dict` of this rank, or from those of any replicas of another number of them: what is
         a replica's own is then left out. The model has its weights by then."""
-        super().load_state_dict(self._place.found(state)[0])
+        found = self._place.found(state)
+        super().load_state_dict(found[0] if isinstance(found, list) else found)
 
     def remove(self) -> None:
         """End the strategy: torch averages from now on as it did. To be called on every rank, between two steps."""

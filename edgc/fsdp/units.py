@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from edgc.errors import UserError
 
 WHERE = "edgc.fsdp.register"
+# Names of torch's own, asked for when a model is registered and not first in the middle of a backward.
+_OF_A_GROUP = attrgetter("fsdp_params", "mesh_info", "mp_policy", "device", "all_reduce_grads",
+                         "gradient_divide_factor", "_all_reduce_hook", "_all_reduce_hook_stream",
+                         "_reduce_scatter_comm")  # fmt: skip
+_OF_A_PARAMETER = attrgetter("sharded_param", "sharded_size", "padded_sharded_param_size", "_orig_size",
+                             "fsdp_placement", "is_dtensor")  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -75,9 +82,17 @@ class Unit:
     @property
     def parts(self) -> list[Part]:
         """Places of what is trained now, in the order of the buffer."""
+        return self._places(frozen=False)
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """:attr:`parts`, if all were trained: something may be kept of those that are frozen since."""
+        return self._places(frozen=True)
+
+    def _places(self, *, frozen: bool) -> list[Part]:
         parts, offset = [], 0
         for each, name in zip(self._group.fsdp_params, self._names, strict=True):
-            if each.sharded_param.requires_grad:
+            if frozen or each.sharded_param.requires_grad:
                 padded = each.padded_sharded_param_size
                 sizes = matrix_shape(each.sharded_size), matrix_shape(padded), matrix_shape(each._orig_size)
                 parts.append(Part(name, *sizes, offset))
@@ -116,8 +131,9 @@ class Unit:
     @property
     def dtype(self) -> torch.dtype:
         """Type in which gradients are reduced."""
-        policy, parameters = self._group.mp_policy, self._group.fsdp_params
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameters[0].sharded_param.dtype
+        policy, parameters = self._group.mp_policy, [each.sharded_param for each in self._group.fsdp_params]
+        trained = next((p for p in parameters if p.requires_grad), parameters[0])  # frozen ones may be of another type
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or trained.dtype
         return dtype
 
     @property
@@ -177,6 +193,9 @@ def units_of(model: nn.Module) -> list[Unit]:
     if model not in modules:
         what = f"edgc.fsdp.register was given a {type(model).__name__} that is not sharded"
         raise UserError(what, fix="call fully_shard on its layers and then on the model first")
+    if getattr(model._get_fsdp_state(), "_is_root", None) is False:  # torch knows after the first forward
+        what = f"{type(model).__name__} is a part of a model that is sharded"
+        raise UserError(what, where=WHERE, fix="register the root of it, so that no part is left out")
     for module in modules:
         module.reshard()  # so that names are found by sharded parameters
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -199,7 +218,12 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 def _groups(module: Any) -> list[Any]:
     try:
-        return list(module._get_fsdp_state()._fsdp_param_groups)
+        groups = list(module._get_fsdp_state()._fsdp_param_groups)
+        for group in groups:
+            _OF_A_GROUP(group)
+            for each in group.fsdp_params:
+                _OF_A_PARAMETER(each)
+        return groups
     except AttributeError:
         what = f"edgc.fsdp does not know the FSDP2 of torch {torch.__version__}"
         raise UserError(what, where=WHERE, fix="use torch 2.13") from None
@@ -258,6 +282,11 @@ class Layout(NamedTuple):
     def size(self) -> int:
         return self.shards.size() * (1 if self.replicas is None else self.replicas.size())
 
+    @property
+    def place(self) -> tuple[int, list[int]]:
+        """Number of this rank's shard, and the ranks that are to hold the same one."""
+        return self.shards.rank(), [] if self.replicas is None else dist.get_process_group_ranks(self.replicas)
+
 
 def layout_of(units: Sequence[Unit], replicas: Any) -> Layout:
     """The groups of the mesh that all units are on.
@@ -289,8 +318,9 @@ def _layout(mesh: Any, replicas: Any) -> Layout:
         if native:
             what = "replicas were given for a model on a 2-D mesh, which has them"
             raise UserError(what, where=WHERE, fix="leave replicas out")
-        if replicas.ndim != 1:
-            raise UserError(f"replicas is a mesh of {replicas.ndim} dimensions", where=WHERE, fix="give mesh[name]")
+        if getattr(replicas, "ndim", None) != 1:
+            what = f"replicas is no mesh of one dimension but {replicas!r}"
+            raise UserError(what, where=WHERE, fix="give mesh[name]")
         group = replicas.get_group()
     alone = group is None or group.size() == 1
     return Layout(mesh.shard_process_group, None if alone else group, native)

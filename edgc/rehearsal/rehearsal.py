@@ -203,7 +203,10 @@ class Rehearsal:
         self._together(lambda rank: finished(self.strategies[rank].after_step()))
         self.taken, self.skipped = step, self.skipped + skipped
         self._measure()
-        return sum(map(float, losses)) / self.replicas
+        told = [float(loss) for loss in losses]
+        for engine, loss in zip(self.engines, told, strict=False):  # a strategy may have none
+            engine.add_loss(loss)
+        return sum(told) / self.replicas
 
     def _check_batches(self, batches: Sequence[Any]) -> None:
         if len(batches) != self.replicas:

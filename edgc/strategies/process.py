@@ -77,14 +77,22 @@ class ProcessStrategy:
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _before_step(self) -> None:
-        gradients, left_out = {}, []
-        for name, p in self.parameters.items():
+        stepped, left_out = self._stepped(), []
+        for p in stepped.values():
             if p.grad is None and self._leaves_out:
                 left_out.append(p)
-            p.grad = gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
-        ready = self._run(self.strategy.before_step(gradients))
-        for p in left_out if ready else self.parameters.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        ready = self._run(self.strategy.before_step(self._gradients(stepped)))
+        for p in left_out if ready else stepped.values():
             p.grad = None
+
+    # What differs where ``parameters`` are parts of what the optimizer steps (edgc.fsdp).
+
+    def _stepped(self) -> Mapping[str, Tensor]:
+        return self.parameters
+
+    def _gradients(self, stepped: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in stepped.items() if p.grad is not None}
 
     def _after_step(self) -> None:
         self._run(self.strategy.after_step())

@@ -140,6 +140,7 @@ class Run:
             config = EDGCConfig.from_dict(self.settings)
             options = {"optimizer": self.optimizer, **self.options} if "strategy" in self.options else self.options
             self.handle = edgc.fsdp.register(self.net, config, iterations=20, **options)
+        self.losses: list[float] = []  # of the last micro-batch of every step
         self.norms: list[float] = []
         self.ranks: list[int | None] = []
 
@@ -152,6 +153,7 @@ class Run:
                 self.net.set_requires_all_reduce(last)
             loss = loss_of(self.net, tokens(step * self.accumulation + micro)) / self.accumulation
             loss.backward()
+        self.losses.append(float(loss.detach()) * self.accumulation)
 
     def train(self, first: int, last: int) -> Run:
         for step in range(first, last):
@@ -182,20 +184,27 @@ class Scaler:
 
 class _Poison(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return bias.clone()
+    def forward(ctx: Any, parameter: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return parameter.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.index_fill(0, torch.zeros(1, dtype=torch.int64), torch.nan)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_fill(0, torch.zeros(1, dtype=torch.int64), ctx.value), None
 
 
 @contextmanager
-def poisoned(net: Any, on: bool) -> Iterator[None]:
-    """Where ``on``, one entry of one gradient is not finite: the first of a vector, which the first shard has."""
+def poisoned(net: Any, on: bool, *, matrix: bool = False, value: float = torch.nan) -> Iterator[None]:
+    """Where ``on``, a part of one gradient is not finite: the first entry of a vector, or the first row of a matrix,
+    which the first shard has."""
     narrow = net.blocks[0].narrow
     if on:
-        narrow.forward = lambda x: nn.functional.linear(x, narrow.weight, _Poison.apply(narrow.bias))
+
+        def forward(x: Tensor) -> Tensor:
+            weight, bias = (_Poison.apply(p, value) if p.dim() == 1 + matrix else p for p in narrow.parameters())
+            return nn.functional.linear(x, weight, bias)
+
+        narrow.forward = forward
     try:
         yield
     finally:

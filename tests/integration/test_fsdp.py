@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 import edgc.fsdp
 from edgc import EDGCConfig
 from edgc.checkpoints.saved_state import state_for
+from edgc.fsdp.state import Place
 from edgc.runtime.device import masked_path
 from edgc.runtime.groups import gather_objects
 from edgc.strategies import StrategyConfig
@@ -46,6 +48,7 @@ from tests.integration.fsdp_runs import (
 from tests.strategy_cases import settings_of
 from tests.workers import Cases, refused, said, same
 
+STEPS = 7
 KNOWN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # of torch 2.13
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not KNOWN, reason="edgc.fsdp needs torch 2.13")]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "library" / "fsdp.md"
@@ -72,6 +75,30 @@ def without_loss_it_is_torch() -> None:
             given_back.handle.remove()
             given_back.handle = None
             assert same(given_back.train(1, 3).weights, plain.weights)
+
+
+@case
+def layouts() -> None:
+    """FSDP2's rows of the matrix of layouts (``test_megatron_layouts.py``), as many steps as there: without
+    compression, at full rank as without, and compressed, which learns, sends less, loses nothing, and leaves replicas
+    equal."""
+    for replicas in (2, 1, 4):
+        mesh = mesh_of(replicas)
+        plain = Run(mesh).train(0, STEPS)
+        low = Run(mesh, POWERSGD if replicas > 1 else {"method": "quantize", "bits": 4, **SMALL})
+        with (watched if replicas > 1 else scattered)(low) as gaps:
+            low.train(0, STEPS)
+        assert max(gaps) < 1e-6, (replicas, gaps)
+        assert sum(low.losses[-3:]) < sum(low.losses[:3]) - 0.1, (replicas, low.losses)
+        assert low.handle.last.statistics.bytes < 0.7 * low.handle.last.statistics.dense_bytes, replicas
+        assert not same(low.weights, plain.weights), replicas
+        if replicas > 1:
+            full = Run(mesh, {"method": "powersgd", "rank": 64, **SMALL})
+            full.handle.engine.compressor.always_factor = True
+            full.train(0, STEPS)
+            assert replicas_equal(mesh, full.weights) and replicas_equal(mesh, low.weights), replicas
+            assert full.handle.last.rank == 64 and not same(full.weights, plain.weights), replicas  # it was factored
+            torch.testing.assert_close(full.losses, plain.losses, rtol=1e-5, atol=0)
 
 
 @case
@@ -169,6 +196,18 @@ def mixed_precision() -> None:
 
 
 @case
+def types_of_a_unit() -> None:
+    """A frozen matrix of another type before those that are trained: what saves bytes follows from theirs."""
+    layers = nn.Sequential(nn.Linear(32, 32, bias=False).bfloat16(), nn.Linear(32, 32, bias=False))
+    layers[0].requires_grad_(False)
+    net = fully_shard(nn.Sequential(layers), mesh=mesh_of(2))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        edgc.fsdp.register(net, EDGCConfig(method="powersgd", rank=8, **SMALL), iterations=9).remove()
+    assert not [each for each in warned if "nothing is compressed" in str(each.message)]
+
+
+@case
 def accumulation() -> None:
     """As torch accumulates, and an iteration of EDGC is a backward that averages."""
     mesh = mesh_of(2)
@@ -257,6 +296,14 @@ def resumed() -> None:
     replica = dict(piece for piece in pieces if piece[0].startswith(f"shard{shard}") and piece[0] not in state)
     refused(lambda: target.handle.load_state_dict(replica), "save and load one state per rank")
     refused(lambda: Run(mesh, {"method": "sign", **SMALL}).handle.load_state_dict(state), "method quantize")
+    # Of a run of one rank its state is those of all ranks.
+    four = Run(mesh_of(1)["shard"], settings).train(0, 1).handle
+    [packed] = four.state_dict().values()
+    one = torch.load(io.BytesIO(packed), weights_only=True) | {"world": 1, "rank": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        four.load_state_dict(Place("whole", 0, 1).packed(one))
+    assert same(four.engine.state_dict(four._parts)["compressor"], one["engine"]["compressor"])
 
 
 @case
@@ -294,6 +341,12 @@ def frozen_and_thawed() -> None:
         assert replicas_equal(mesh, run.weights)
         assert not same(run.weights["blocks.1.frozen.weight"], before["blocks.1.frozen.weight"])
         assert any("blocks.1.up.weight" in row for row in gather_objects(list(run.handle.engine.compressor.kept)))
+        run.handle.load_state_dict(run.handle.state_dict())  # with what is owed of those that are frozen now
+    scattering = Run(mesh_of(1)["shard"], {"method": "quantize", "bits": 4, **SMALL}).train(0, 1)
+    scattering.net.blocks[0].up.requires_grad_(False)
+    owed = scattering.handle.engine.errors["blocks.0.up.weight"]
+    scattering.train(1, 2).handle.load_state_dict(scattering.handle.state_dict())
+    torch.testing.assert_close(scattering.handle.engine.errors["blocks.0.up.weight"], owed)
 
 
 @case
@@ -328,17 +381,23 @@ def refusals() -> None:
     refused(lambda: register(sharded(mesh_of(1)), estimates, **options), "ef21: false")
     refused(lambda: register(sharded(mesh["shard"]), low, **options), "2 of 4 ranks", "replicas=mesh")
     refused(lambda: register(sharded(mesh), low, replicas=mesh["replicate"], **options), "leave replicas out")
+    for wrong, words in ((mesh["shard"], "different shards"), (mesh["replicate"].get_group(), "mesh[name]")):
+        refused(lambda wrong=wrong: register(sharded(mesh["shard"]), low, replicas=wrong, **options), words)
     refused(lambda: register(sharded(mesh), low, iterations=9 + dist.get_rank()), "give the same on every rank")
     refused(
         lambda: register(sharded(mesh), EDGCConfig(method="powersgd", rank=4, compressed_stages=0.5), **options),
         "compressed_stages",
     )
+    other = sharded(mesh)  # as of another torch
+    del other._get_fsdp_state()._fsdp_param_groups[0]._all_reduce_hook_stream
+    refused(lambda: register(other, low, **options), "FSDP2 of torch", "use torch 2.13")
     net = sharded(mesh)
     handle = register(net, low, **options)
     refused(lambda: register(net, low, **options), "handle.remove()")
     handle.remove()
     run = Run(mesh, POWERSGD, net=net)
     loss = loss_of(net, tokens(0))
+    refused(lambda: register(net.blocks[0], low, **options), "Block", "register the root")
     inside: list[str] = []
     net.blocks[0].up.weight.register_hook(lambda _: inside.append(said(run.handle.state_dict)))
     loss.backward()
@@ -395,6 +454,10 @@ def over_all_ranks() -> None:
             assert len(gaps) == 2 * (9 if reduce_dtype else 21) and max(gaps) < 1e-6, (name, reduce_dtype, gaps)
             assert any(float(error.abs().max()) for error in run.handle.engine.errors.values())
             assert run.handle.last.statistics.bytes < dense, name
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        Run(mesh, {"method": "quantize", "bits": 4})  # of matrices that are all too small
+    assert sum("no matrix is large enough" in str(each.message) for each in warned) == (dist.get_rank() == 0)
     # Without error feedback, rounded at random: nothing is kept. Filtered: a part of it.
     random = Run(mesh, {"method": "quantize", "bits": 4, "rounding": "stochastic", **SMALL}).train(0, 2)
     assert not random.handle.engine.errors
@@ -421,14 +484,22 @@ def over_all_ranks() -> None:
     for name, error in owed.items():
         dist.all_reduce(error)
         torch.testing.assert_close(alone[name], error / 4)
-    # A step is given up on all ranks though one owner alone sees what is not finite.
+    # A step is given up on all ranks though one owner alone sees what is not finite, even if it is the owner's own.
     before = copy.deepcopy(through.handle.engine.errors)
-    through.optimizer.zero_grad()
-    with poisoned(through.net, dist.get_rank() == 1):
-        loss_of(through.net, tokens(9)).backward()
-    bias = through.net.blocks[0].narrow.bias.grad.to_local()
-    assert bool(bias.isfinite().all()) == (dist.get_rank() > 0)
-    assert through.handle.skipped == 1 and same(through.handle.engine.errors, before)
+    for skipped, (place, options) in enumerate(
+        ((1, {}), (1, {"matrix": True}), (0, {"matrix": True, "value": math.inf})), start=1
+    ):
+        through.optimizer.zero_grad()
+        with poisoned(through.net, dist.get_rank() == place, **options):
+            loss_of(through.net, tokens(9)).backward()
+        narrow = through.net.blocks[0].narrow
+        gradient = (narrow.weight if options else narrow.bias).grad.to_local()
+        assert bool(gradient.isfinite().all()) == (dist.get_rank() > 0), options
+        assert through.handle.skipped == skipped and same(through.handle.engine.errors, before), options
+    natural = Run(mesh, {"method": "natural", **SMALL})  # which sends NaN as infinity
+    with poisoned(natural.net, dist.get_rank() == 1, matrix=True):
+        loss_of(natural.net, tokens(9)).backward()
+    assert natural.handle.skipped == 1
 
 
 @case
@@ -475,6 +546,12 @@ def strategies() -> None:
             torch.testing.assert_close(weight, net.get_parameter(key).detach(), rtol=1e-4, atol=1e-5, msg=name)
         assert uncut.handle.bytes == handle.bytes, name
         handle.remove()
+    # What backward leaves out the optimizer leaves alone.
+    decaying = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+    run = Run(mesh, {"method": "none"}, options={"strategy": settings_of("diloco")}, make=decaying)
+    run.net.blocks[1].up.requires_grad_(False)
+    frozen = run.weights["blocks.1.up.weight"]
+    assert same(run.train(0, 1).weights["blocks.1.up.weight"], frozen)
     # What is not finite on one shard of one replica leaves the round to nobody.
     run = Run(mesh, POWERSGD, options={"strategy": settings_of("diloco")}, make=partial(torch.optim.AdamW, lr=0.01))
     before = run.weights

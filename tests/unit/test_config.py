@@ -37,6 +37,19 @@ def test_the_preset_is_the_paper_to_the_letter() -> None:
     assert (config.factor_dtype, config.error_dtype) == ("fp32", "fp32")
 
 
+def test_the_preset_is_what_hygon_publishes() -> None:
+    config = EDGCConfig.from_dict({"preset": "hygon"})
+    assert (config.method, config.policy, config.alignment) == ("edgc", "loss", "measured")
+    assert (config.window, config.step_limit, config.rank_multiple) == (1000, 4, 2)
+    assert (config.warmup_fraction, config.warmup_limit_fraction, config.warmup_bits) == (0.1, 0.1, None)
+    assert (config.r_max, config.r_min, config.lower_rank(36), config.remeasure_above) == (None, None, 8, None)
+    assert (config.entropy.iteration_rate, config.entropy.entry_rate) == (0.1, 0.1)
+    assert (config.factor_dtype, config.error_dtype, config.error_feedback) == ("bf16", "bf16", True)
+    # Warm-up ends after its tenth whatever entropy does.
+    ends = [config.warm_up_ends(20000, i, -5.0, -4.0, measuring=False)[0] for i in (1000, 1998, 2000)]
+    assert ends == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -80,6 +80,7 @@ def test_error_feedback_and_factors(error_dtype: str, error_bytes: int) -> None:
     [
         (torch.float32, {"error_feedback": False}, {"error_bytes": 0}),
         (torch.float32, {"factor_dtype": "bf16"}, {"error_bytes": 4, "factor_dtype": "bf16"}),
+        (torch.float32, {"factor_dtype": "bf16", "error_dtype": "bf16"}, {"error_bytes": 2, "factor_dtype": "bf16"}),
         (torch.bfloat16, {}, {"error_bytes": 4, "gradient_copy": True}),  # gradients that are not fp32 are copied
     ],
 )
