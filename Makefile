@@ -192,6 +192,15 @@ gpu: ## test, time and profile on an NVIDIA GPU (PYTHON: one whose torch sees it
 test: venv ## run all tests, CORES files and one at a time (ARGS: options of pytest; -n0 runs one after another)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Not part of `test`, which has a hundredth of it.
+.PHONY: soak
+soak: venv ## train every method and strategy at random and kill runs, for 20 minutes (ARGS: options of tests.soak)
+	@OMP_NUM_THREADS=1 $(PY) -m tests.soak --results '$(RESULTS)' $(ARGS)
+
+.PHONY: soak-keep
+soak-keep: ## copy what the soak of each machine did to results/reference/soak, to be committed
+	@install -D -m 644 -t results/reference/soak '$(RESULTS)'/soak/*.json
+
 # Not part of `test`: it fetches another torch.
 .PHONY: test-torch
 test-torch: venv ## run the library's tests with another torch, TORCH=2.6.0, in an environment that is thrown away

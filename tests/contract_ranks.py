@@ -21,25 +21,32 @@ from tests import examples
 from tests.contract import EXACT, IN_BF16, Setting, Traits, config_of, gradients, same, variants
 
 
-@contextmanager
-def recorded() -> Iterator[list[Fraction]]:
-    """Bytes that this rank sends in every collective, by the best algorithm, from the tensors as they are passed."""
-    sent: list[Fraction] = []
+def costs() -> dict[str, Callable[..., Fraction]]:
+    """Bytes that this rank sends in a collective of all ranks, by its name: by the best algorithm, from the tensors as
+    they are passed."""
     world = dist.get_world_size()
     share = Fraction(world - 1, world)
     scatter = collective("reduce_scatter_single", "reduce_scatter_tensor").__name__
     gather = collective("all_gather_single", "all_gather_into_tensor").__name__
-    costs = {
+    return {
         "all_reduce": lambda tensor, *_: 2 * share * tensor.nbytes,
         scatter: lambda output, source, *_: share * source.nbytes,
         "all_to_all_single": lambda output, source, *_: share * source.nbytes,
         gather: lambda output, source, *_: Fraction((world - 1) * source.nbytes),
+        "batch_isend_irecv": lambda each: Fraction(sum(one.tensor.nbytes for one in each if one.op is dist.isend)),
     }
-    originals = {name: getattr(dist, name) for name in costs}
+
+
+@contextmanager
+def recorded() -> Iterator[list[Fraction]]:
+    """Bytes that this rank sends in every collective, as :func:`costs` has it."""
+    sent: list[Fraction] = []
+    found = costs()
+    originals = {name: getattr(dist, name) for name in found}
 
     def recording(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            sent.append(costs[name](*arguments))
+            sent.append(found[name](*arguments))
             return originals[name](*arguments, **options)
 
         return call

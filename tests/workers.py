@@ -32,6 +32,7 @@ multiprocessing.set_forkserver_preload(
         "tests.integration.fsdp_runs",
         "tests.integration.megatron_cases",
         "tests.contract_ranks",
+        "tests.soak.training",
     ]
 )
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import psutil
 import pytest
 import yaml
@@ -60,10 +61,66 @@ def changed(**sections: Any) -> dict[str, Any]:
     return values
 
 
+INTERVAL, ITERATIONS = 4, 40
+TIMES = ("seconds", "tokens_per_second")
+
+
+def run_of(variant: str, **train: Any) -> dict[str, Any]:
+    """EDGC on two replicas, with everything that has a state: dropout, error feedback, windows, probes."""
+    common = {"iterations": ITERATIONS, "global_batch": 4, "eval_interval": 20}
+    values = changed(
+        variant=variant,
+        label="killed",
+        parallel={"pipeline": 1, "data": 2},
+        model={"dropout": 0.1},
+        train={**common, "checkpoint": True, "checkpoint_interval": INTERVAL, **train},
+    )
+    values["probe"] = {"every": 10, "estimators": ["gaussian"], "correlation": True, "spectra": True}
+    values["compression"] = {
+        "method": "edgc",
+        "policy": "cqm",
+        "r_max": 8,
+        "r_min": 4,
+        "window": 3,
+        "stability_tolerance": 10.0,
+        "min_compression_elements": 512,
+        "entropy": {"iteration_rate": 0.5, "entry_rate": 0.5},
+    }
+    return values
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if not k.startswith(TIMES)}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that a run leaves, times and names aside."""
+    summary = without_times(json.loads((folder / "summary.json").read_text()))
+    events = without_times(read_events(folder / "metrics.jsonl"))
+    weights = {path.name: path.read_bytes() for path in sorted((folder / "checkpoint").glob("*.distcp"))}
+    for values in (summary, events[0]):
+        assert values.pop("run").endswith("-s1")
+    assert weights and summary.pop("variant")
+    return {
+        "status": (folder / "status").read_text(),
+        "summary": summary,
+        "events": events,
+        "weights": weights,
+        "tensors": pd.read_parquet(folder / "tensors.parquet"),
+        "spectra": pd.read_parquet(folder / "spectra.parquet"),
+    }
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A results root with prepared data."""
-    results = tmp_path_factory.mktemp("results")
+    return prepare_data(tmp_path_factory.mktemp("results"))
+
+
+def prepare_data(results: Path) -> Path:
+    """Make a results root with prepared data."""
     prepare(DataConfig(**RUN["data"]), results / "test" / "data" / "stdlib", show=False)
     return results
 
@@ -81,7 +138,9 @@ class Launcher:
         path.write_text(yaml.safe_dump(values))
         return path
 
-    def start(self, values: dict[str, Any], *options: str, new_session: bool = False) -> subprocess.Popen[str]:
+    def start(
+        self, values: dict[str, Any], *options: str, new_session: bool = False, output: Any = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         """Start it; ``new_session`` puts it and all that it starts into a process group of their own."""
         command = ["-m", "experiments.training.launch", "--config", str(self.config(values))]
         return self._start([*command, "--results", str(self.results), *options], new_session=new_session)
@@ -92,8 +151,8 @@ class Launcher:
             [sys.executable, *arguments],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             text=True,
             start_new_session=new_session,
         )

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -18,14 +16,16 @@ import yaml
 
 from edgc.checkpoints import manifest
 from experiments.common.source import training_code
-from experiments.training.outputs import read_events
 from tests.integration.launching import (
     ENDS_WITHIN_SECONDS,
+    INTERVAL,
+    ITERATIONS,
     Launcher,
-    changed,
     group_of,
     launcher,
+    outcome,
     prepared,
+    run_of,
     runs,
     wait_for_steps,
 )
@@ -33,57 +33,6 @@ from tests.integration.launching import (
 __all__ = ["launcher", "prepared"]  # fixtures
 
 pytestmark = pytest.mark.slow
-
-INTERVAL, ITERATIONS = 4, 40
-TIMES = ("seconds", "tokens_per_second")
-
-
-def run_of(variant: str, **train: Any) -> dict[str, Any]:
-    """EDGC on two replicas, with everything that has a state: dropout, error feedback, windows, probes."""
-    common = {"iterations": ITERATIONS, "global_batch": 4, "eval_interval": 20}
-    values = changed(
-        variant=variant,
-        label="killed",
-        parallel={"pipeline": 1, "data": 2},
-        model={"dropout": 0.1},
-        train={**common, "checkpoint": True, "checkpoint_interval": INTERVAL, **train},
-    )
-    values["probe"] = {"every": 10, "estimators": ["gaussian"], "correlation": True, "spectra": True}
-    values["compression"] = {
-        "method": "edgc",
-        "policy": "cqm",
-        "r_max": 8,
-        "r_min": 4,
-        "window": 3,
-        "stability_tolerance": 10.0,
-        "min_compression_elements": 512,
-        "entropy": {"iteration_rate": 0.5, "entry_rate": 0.5},
-    }
-    return values
-
-
-def without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if not k.startswith(TIMES)}
-    return [without_times(item) for item in value] if isinstance(value, list) else value
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """All that a run leaves, times and names aside."""
-    summary = without_times(json.loads((folder / "summary.json").read_text()))
-    events = without_times(read_events(folder / "metrics.jsonl"))
-    weights = {path.name: path.read_bytes() for path in sorted((folder / "checkpoint").glob("*.distcp"))}
-    for values in (summary, events[0]):
-        assert values.pop("run").endswith("-s1")
-    assert weights and summary.pop("variant")
-    return {
-        "status": (folder / "status").read_text(),
-        "summary": summary,
-        "events": events,
-        "weights": weights,
-        "tensors": pd.read_parquet(folder / "tensors.parquet"),
-        "spectra": pd.read_parquet(folder / "spectra.parquet"),
-    }
 
 
 def wait_until(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:

@@ -74,11 +74,11 @@ class Copy:
         done = Checkout(self.path).run(program, *arguments, OMP_NUM_THREADS="1")
         return done.returncode, done.stdout
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Snakemake, whose output is in a file."""
+    def start(self, *arguments: str, program: str = "snakemake") -> subprocess.Popen[bytes]:
+        """Snakemake (or another program), whose output is in a file."""
         with (self.path / "output.log").open("ab") as log:
             return subprocess.Popen(
-                Checkout(self.path).command("snakemake", *arguments),
+                Checkout(self.path).command(program, *arguments),
                 cwd=self.path,
                 env=Checkout(self.path).environment(OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,

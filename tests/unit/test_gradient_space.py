@@ -20,6 +20,7 @@ from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig, methods
 from edgc.errors import UserError
+from tests.examples import config_of
 from tests.lockstep import reduce_together, room
 
 ROWS, COLUMNS, STEPS = 48, 40, 20
@@ -318,6 +319,17 @@ def test_of_an_unused_gradient_ef21_sends_nothing() -> None:
     assert torch.equal(kept, before[1]["errors"]) and torch.equal(last, before[1]["velocities"])
     sent = workers[0].velocities["p"] - before[0]["velocities"] + before[0]["errors"] - workers[0].kept["p"]
     torch.testing.assert_close(given[1][0].tensor, before[1]["estimates"] + sent / 2)
+
+
+@pytest.mark.parametrize("name", ["majority signum", "topk_dgc"])
+def test_of_an_unused_gradient_the_velocity_stays(name: str) -> None:
+    workers: list[Any] = [config_of(name, min_compression_elements=64).build() for _ in range(2)]
+    velocity = torch.zeros(ROWS, COLUMNS)
+    for step in range(3):
+        given = [[Gradient("p", gradient(step, rank).float(), unused=rank == 1 and step == 2)] for rank in range(2)]
+        velocity = velocity if step == 0 else workers[1].velocities.tensors["p"].clone()
+        reduce_together(workers, given, 3)
+    assert velocity.any() and torch.equal(workers[1].velocities.tensors["p"], velocity)
 
 
 # Bytes that a rank of W sends for an fp32 matrix in a step; with an exact mean in every sixth, in those six.

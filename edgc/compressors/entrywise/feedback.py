@@ -221,7 +221,9 @@ class Feedback(KeepsErrors):
         advanced |= flat.velocities
         held = self._hold(lossy, flat)
         arrived, write = yield from self._average(flat, channel)
-        self._take_in(held, advanced)
+        for _, part, own in held:
+            part.add_(own)
+        self._keep_unused(lossy, advanced)
         next(messages, None)
         # The same bits on every worker, and so the same decision.
         ok = arrived & finite(_tensors(dense), arrived.device)
@@ -298,11 +300,10 @@ class Feedback(KeepsErrors):
             part.mul_(0)
         return held
 
-    def _take_in(self, held: Iterable[tuple[Gradient, Tensor, Tensor]], advanced: Mapping[str, Tensor]) -> None:
-        """Keep what was held, and the velocities as they were: zeros where there was none."""
-        for gradient, part, own in held:
-            part.add_(own)
-            if gradient.name in advanced:
+    def _keep_unused(self, gradients: Iterable[Gradient], advanced: Mapping[str, Tensor]) -> None:
+        """The velocities of unused gradients stay as they were: zeros where there was none."""
+        for gradient in gradients:
+            if gradient.unused and gradient.name in advanced:
                 velocity = advanced[gradient.name].zero_()
                 if gradient.name in self.velocities.tensors:
                     velocity.copy_(kept_of(self.velocities.tensors, gradient, "the velocity"))
