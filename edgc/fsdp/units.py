@@ -179,6 +179,9 @@ def units_of(model: nn.Module) -> list[Unit]:
         raise UserError(what, fix="call fully_shard on its layers and then on the model first")
     for module in modules:
         module.reshard()  # so that names are found by sharded parameters
+        for group in _groups(module):
+            for each in group.fsdp_params:
+                each.reset_sharded_param()  # of a model that was given others with its weights; torch does so later
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     units, seen = [], set[int]()
     for module in modules:
