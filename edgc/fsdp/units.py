@@ -198,6 +198,9 @@ def units_of(model: nn.Module) -> list[Unit]:
         raise UserError(what, where=WHERE, fix="register the root of it, so that no part is left out")
     for module in modules:
         module.reshard()  # so that names are found by sharded parameters
+        for group in _groups(module):
+            for each in group.fsdp_params:
+                each.reset_sharded_param()  # of a model that was given others with its weights; torch does so later
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     units, seen = [], set[int]()
     for module in modules:

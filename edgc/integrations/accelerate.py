@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 from accelerate import Accelerator
 
 from edgc.config import EDGCConfig
-from edgc.ddp import Handle
 from edgc.errors import UserError
 from edgc.integrations import common
+from edgc.integrations.common import Handle
 
 _handles: WeakKeyDictionary[Accelerator, dict[str, Handle]] = WeakKeyDictionary()
 
@@ -18,7 +18,7 @@ _handles: WeakKeyDictionary[Accelerator, dict[str, Handle]] = WeakKeyDictionary(
 def register(
     accelerator: Accelerator, model: Any, config: EDGCConfig, *, iterations: int, name: str = "edgc"
 ) -> Handle:
-    """Compress the gradients of a model that ``accelerator.prepare`` has wrapped.
+    """Compress the gradients of a model that ``accelerator.prepare`` has wrapped in DDP or sharded by FSDP2.
 
     ``accelerator.save_state`` then saves a state per rank, and ``load_state`` waits for them and loads them. For
     ``accelerator.log`` there is :func:`edgc.integrations.metrics`.

@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(strategy="ddp", callbacks=[CompressionCallback(EDGCConfig(...))])``."""
+"""Lightning: ``Trainer(strategy="ddp", callbacks=[CompressionCallback(EDGCConfig(...))])``, or FSDP2's strategy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils._pytree import tree_map_only
 
 from edgc.config import EDGCConfig
-from edgc.ddp import Handle
 from edgc.errors import UserError
-from edgc.integrations.common import LOST, metrics, register
+from edgc.integrations.common import LOST, Handle, metrics, register, sharded
 from edgc.lazy import torch
 
 KEY = "edgc"
@@ -23,7 +22,8 @@ class CompressionCallback(Callback):
     """Compresses the gradients of a fit, logs what it did to the trainer's loggers every ``log_every_n_steps``, and
     keeps the states of all ranks in Lightning's checkpoint.
 
-    ``DDPStrategy(ddp_comm_hook=...)`` is ignored on a CPU; this is not. On a GPU the two exclude each other.
+    ``DDPStrategy(ddp_comm_hook=...)`` is ignored on a CPU; this is not. On a GPU the two exclude each other. Under
+    FSDP2, where Lightning would average in every backward, gradients are averaged once a step.
 
     Attributes:
         handle: of the last fit; None before the first.
@@ -36,18 +36,26 @@ class CompressionCallback(Callback):
         self.config, self.iterations = config, iterations
         self.handle: Handle | None = None
         self._saved: Any = None
+        self._sharded: Any = None  # the root of what FSDP2 shards
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.estimated_stepping_batches if self.iterations is None else self.iterations
         if not 0 < steps < math.inf:
             raise UserError("Lightning does not know how many steps this fit takes", fix="give iterations=...")
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of 16-mixed
-        self.handle = register(trainer.strategy.model, self.config, iterations=int(steps), scaler=scaler)
+        model = trainer.strategy.model
+        self.handle = register(model, self.config, iterations=int(steps), scaler=scaler)
+        self._sharded = sharded(model)
         saved, self._saved = self._saved, None
         if saved is not None:
             self.handle.load_state_dict(saved)
         elif trainer.global_step > 0 and trainer.is_global_zero:
             warnings.warn(f"edgc: no state in the checkpoint: {LOST}", stacklevel=2)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._sharded is not None:
+            last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+            self._sharded.set_requires_gradient_sync(last)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         every = trainer.log_every_n_steps

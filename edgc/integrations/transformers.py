@@ -8,8 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from edgc.config import EDGCConfig
-from edgc.ddp import Handle
-from edgc.integrations.common import load, metrics, register, save
+from edgc.integrations.common import Handle, load, metrics, register, save
 
 
 class CompressionCallback(TrainerCallback):

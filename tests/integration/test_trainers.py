@@ -23,6 +23,16 @@ PAGE = ROOT / "docs" / "library" / "trainers.md"
 SCALER = 'torch.amp.GradScaler("cpu", init_scale=2.0**12)'
 CONFIG = 'EDGCConfig(method="powersgd", rank=8)'
 LIGHTNING = ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0")
+TORCHTITAN = (
+    "torchtitan==0.3.0",
+    "torch-checkpointing==0.1.1",
+    "torchdata==0.11.0",
+    "spmd-types==0.2.3",
+    "einops==0.8.2",
+    "tyro==1.0.17",
+    "docstring-parser==0.18.0",
+    "typeguard==4.6.1",
+)
 
 
 def example(holding: str) -> str:
@@ -73,7 +83,7 @@ print("scales", handle.engine.entropy.scale, trainer.accelerator.scaler.get_scal
 
 def test_accelerate(tmp_path: Path) -> None:
     program, made = tmp_path / "train.py", "gradient_accumulation_steps=2)\n"
-    text = example("from accelerate import")
+    text = example("import Accelerator\n")
     assert made in text
     # Rank 0 saves late what is its alone, the model.
     resumed = """
@@ -101,18 +111,99 @@ accelerator.save_state("again")
     assert {path.name for path in (tmp_path / "again").glob("edgc-*")} == {"edgc-0-of-2.pt", "edgc-1-of-2.pt"}
 
 
-@pytest.fixture
-def lightning(tmp_path: Path) -> Path:
-    """A folder with Lightning, which wants other packages than the suite and is in no environment of it."""
-    folder = tmp_path / "lightning"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *LIGHTNING]
+ON_CPU = """
+import accelerate.state
+from accelerate.utils import DistributedType
+
+# Accelerate shards on accelerators only.
+init = accelerate.state.AcceleratorState.__init__
+
+
+def sharding(self, *args, fsdp_plugin=None, **kwargs):
+    init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        accelerate.state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+accelerate.state.AcceleratorState.__init__ = sharding
+"""
+LOADED = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+if int(os.environ["RANK"]) == 0:
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained("start")
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+two = DistributedConfig(dp_replicate_size=2, fsdp_size=1)
+model = LlamaForCausalLM.from_pretrained("start", distributed_config=two)
+arguments = TrainingArguments("loaded", max_steps=4, save_strategy="no", logging_steps=2, use_cpu=True, **gradual)
+trainer = Trainer(model=model, args=arguments, train_dataset=Text())
+callback = CompressionCallback(trainer, EDGCConfig(method="powersgd", rank=8))
+trainer.add_callback(callback)
+trainer.train()
+last = callback.handle.last
+print("loaded", type(callback.handle).__module__, last.iteration, last.statistics.bytes < last.statistics.dense_bytes)
+accelerate.state.AcceleratorState._reset_state(True)
+"""
+
+
+def test_sharded_by_accelerate_and_by_the_trainer(tmp_path: Path) -> None:
+    """One launch: the Trainer with what transformers has sharded, then through Accelerate; Accelerate alone."""
+    program, text = tmp_path / "train.py", example("from transformers import")
+    quantised = text.replace(CONFIG, 'EDGCConfig(method="quantize", bits=4)')
+    defined, made = quantised.split("torch.manual_seed(1)")
+    assert "use_cpu=True, " in made
+    again = """
+torch.distributed.barrier()
+if trainer.is_world_process_zero():
+    os.rename("out/checkpoint-40", "whole")
+torch.distributed.barrier()
+sys.argv.append("out/checkpoint-20")
+"""
+    run = "torch.manual_seed(1)" + made.replace("use_cpu=True, ", "use_cpu=True, fsdp=True, ")
+    run = run.replace("trainer.train(", "assert trainer.accelerator.is_fsdp2\ntrainer.train(")
+    gradual = 'gradual = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}\n'
+    alone = example("import Accelerator\n").replace(CONFIG, 'EDGCConfig(method="quantize", bits=4)')
+    line = "accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)\n"
+    assert line in alone
+    alone = alone.replace(
+        line, f"accelerate.state.AcceleratorState._reset_state(True)\n{block('fsdp_version=2', PAGE)}"
+    )
+    ends = """
+ends = []
+for _ in range(2):
+    accelerator.load_state("state")
+    data.manual_seed(7 + accelerator.process_index)
+    train(10)
+    ends.append([parameter.detach().to_local().clone() for parameter in model.parameters()])
+accelerator.print("alone", all(map(torch.equal, *ends)), handle.last.iteration)
+"""
+    parts = ("import os\n", defined, ON_CPU, gradual, LOADED, run, again, run, alone, ends)
+    program.write_text("".join(parts), encoding="utf-8")
+    printed = launched(program)
+    assert printed.count("loaded edgc.fsdp.handle 4 True") == 2 and "alone True 220" in printed
+    check_ddp_example(printed)
+    resumed, whole = tmp_path / "out/checkpoint-40", tmp_path / "whole"
+    for name in ("pytorch_model_fsdp.bin", "edgc-0-of-2.pt", "edgc-1-of-2.pt"):
+        assert same(*(torch.load(folder / name, weights_only=True) for folder in (resumed, whole))), name
+    history = json.loads((whole / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if entry.get("edgc_bytes", 0) > 0] == [20, 40]
+
+
+def fetched(folder: Path, packages: tuple[str, ...]) -> Path:
+    """A folder with packages that want others than the suite, and are in no environment of it."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *packages]
     done = subprocess.run(install, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        pytest.skip(f"{LIGHTNING[0]} cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"{packages[0]} cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
     return folder
 
 
-def test_lightning(tmp_path: Path, lightning: Path) -> None:
+def test_lightning(tmp_path: Path) -> None:
+    lightning = fetched(tmp_path / "lightning", LIGHTNING)
     program, out = tmp_path / "train.py", tmp_path / "out"
     text = example("import lightning\n")
     scaled = f"""
@@ -123,8 +214,19 @@ how = {{"max_steps": 4, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}}
 lightning.Trainer(strategy="ddp", callbacks=[callback], logger=False, **where, **how).fit(Reverse(), data)
 print("scales", callback.handle.engine.entropy.scale, scaler.get_scale(), callback.handle.active)
 """
-    program.write_text(text + scaled, encoding="utf-8")
-    assert "scales 4096.0 4096.0 False" in launched(program, path=(lightning,))
+    sharded = f"""
+{example("class Sharded")}
+iterations = callbacks[0].handle.last.iteration
+ends = [trainer.strategy.model.state_dict()]
+trainer = lightning.Trainer(strategy=strategy, callbacks=callbacks, logger=False, **where, **how)
+trainer.fit(Sharded(), data, ckpt_path="sharded/epoch=0-step=100.ckpt")
+ends.append(trainer.strategy.model.state_dict())
+equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(*(end.values() for end in ends)))
+print("sharded", equal, iterations, callbacks[0].handle.last.iteration)
+"""
+    program.write_text(text + scaled + sharded, encoding="utf-8")
+    printed = launched(program, path=(lightning,))
+    assert "scales 4096.0 4096.0 False" in printed and "sharded True 200 200" in printed
     program.write_text(text, encoding="utf-8")
     first, last = "epoch=0-step=100.ckpt", "epoch=1-step=200.ckpt"
     with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open() as file:
@@ -141,3 +243,31 @@ print("scales", callback.handle.engine.entropy.scale, scaler.get_scale(), callba
     launched(program, f"out/{first}", path=(lightning,))
     resumed = torch.load(out / last, weights_only=True)
     assert same(whole["state_dict"], resumed["state_dict"]) and same(whole["edgc"], resumed["edgc"])
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """Two replicas, with accumulation; from the checkpoint in the middle it ends as it did."""
+    titan = fetched(tmp_path / "torchtitan", TORCHTITAN)
+    program, text = tmp_path / "train.py", example("from torchtitan")
+    resumed = """
+import torch
+
+parts, taken = [trainer.model_parts[0]], []
+config = ConfigManager().parse_args()
+config.checkpoint.load_step = 3
+trainer = config.build()
+again, step = register(trainer, EDGCConfig(method="powersgd", rank=8)), trainer.train_step
+trainer.train_step = lambda data: taken.append(step(data))
+trainer.train()
+parts.append(trainer.model_parts[0])
+equal = all(torch.equal(*(end.to_local() for end in pair)) for pair in zip(*(part.parameters() for part in parts)))
+print("equal", equal, len(taken), handle.last.iteration, again.last.iteration)
+sent = handle.last.statistics
+assert sent.bytes < 0.25 * sent.dense_bytes, sent
+"""
+    text = f"import tests.integration.torchtitan_on_cpu\n{text}{resumed}"
+    program.write_text(text, encoding="utf-8")
+    flags = "--module tests.integration.torchtitan_on_cpu --config small --training.disable-cuda-graphs"
+    replicas = "--parallelism.spmd-backend partial_dtensor --parallelism.data-parallel-replicate-degree 2"
+    printed = launched(program, *flags.split(), *replicas.split(), path=(titan,))
+    assert printed.count("equal True 3 12 12") == 2, printed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc import EDGCConfig
@@ -16,7 +17,7 @@ from edgc.ddp import Handle
 from edgc.errors import UserError
 from edgc.integrations import metrics
 from edgc.integrations.common import load, register, save
-from tests.workers import run_workers, said
+from tests.workers import refused, run_workers, said
 
 CONFIG = EDGCConfig(method="powersgd", rank=2)
 
@@ -25,19 +26,19 @@ class DeepSpeedEngine(torch.nn.Module):
     """Called as DeepSpeed's."""
 
 
-class FSDPLinear(type("FSDPModule", (), {}), torch.nn.Linear):  # type: ignore[misc]
-    """Its bases are called as those of what ``fully_shard`` makes."""
+class FullyShardedDataParallel(torch.nn.Module):
+    """Called as FSDP1's."""
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (DeepSpeedEngine(), "DeepSpeed averages gradients itself"),
-        (FSDPLinear(2, 2), "FSDP shards the model"),
+        (FullyShardedDataParallel(), "FSDP1 shards the model"),
         (torch.nn.Linear(2, 2), "one process has no gradients to average .*start several"),
     ],
 )
-def test_what_is_not_under_ddp_is_refused_with_what_it_is(model: torch.nn.Module, words: str) -> None:
+def test_what_is_under_neither_ddp_nor_fsdp2_is_refused_with_what_it_is(model: torch.nn.Module, words: str) -> None:
     with pytest.raises(UserError, match=words):
         register(model, CONFIG, iterations=9, scaler=None)
 
@@ -54,7 +55,10 @@ def step(model: Any) -> None:
 
 
 def saved(folder: str) -> tuple[list[dict[str, float]], torch.Tensor]:
-    """Numbers before and after a step, and the mean of what the ranks owe after it."""
+    """Numbers before and after a step, and the mean of what the ranks owe after it. Parts of a model that are sharded
+    beside each other are refused."""
+    parts = torch.nn.Sequential(*(fully_shard(torch.nn.Linear(8, 8)) for _ in range(2)))
+    refused(lambda: register(parts, CONFIG, iterations=9, scaler=None), "2 modules of Sequential", "call fully_shard")
     model, handle = prepared()
     before = metrics(handle)
     step(model)
