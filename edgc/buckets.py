@@ -13,6 +13,9 @@ messages that do not belong together.) A reduction is a generator that yields wh
 started. A new one is taken to its first wait, then every older one a step further, oldest first, and then the new one
 past all its waits but the last: so the transfers of one overlap with the work of the next, and none waits for it to
 begin.
+
+On a GPU a bucket of DDP's is too small: the host takes longer to launch its reduction than the GPU to do it. There
+consecutive buckets are gathered (:data:`GATHER`) and reduced together; which ones follows from their bytes alone.
 """
 
 from __future__ import annotations
@@ -32,7 +35,13 @@ from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.runtime.device import host_decides, own_modes
 
+GATHER = (25 << 20, 100 << 20)
+"""Bytes of gradients, of the first group of buckets and of every later one, that are reduced together where launching
+costs: the first is to be on its way soon; with the other launching is hidden (``docs/gpu.md``). What an operation is
+launched for are the matrices of one shape, so their number does not count, as long as there are bytes."""
 Layout = list[list[str]]
+Part = tuple[list[Gradient], "Bucket | None"]
+Reduction = tuple[Steps, list[Part]]
 _END, _FLUSH = object(), object()
 
 
@@ -65,6 +74,7 @@ class BucketWorker:
         group: used here alone, so that no other collective can come between.
         device: of the gradients.
         parameters: number of gradients in an iteration.
+        gathers: whether buckets are reduced together where launching costs (the masked path counts as such).
         closes: whether the engine's iteration is closed here after the last bucket; if not, the caller does when it
             has all futures. On a GPU the host would have to wait to know whether all gradients were finite; most
             iterations (:attr:`edgc.engine.Engine.closes_at_once`) are therefore closed when the next one begins or
@@ -74,7 +84,7 @@ class BucketWorker:
         inline: whether the caller's thread does the work, as on a GPU.
         error: what stopped the worker; every later bucket gets it. None while all is well.
         skipped: steps given up so far because a gradient was not finite.
-        layout: names of the gradients per reduction in the last iteration.
+        layout: names of the gradients per bucket in the last iteration.
     """
 
     def __init__(
@@ -84,6 +94,7 @@ class BucketWorker:
         device: torch.device,
         parameters: int,
         *,
+        gathers: bool = False,
         closes: bool = True,
     ) -> None:
         self.engine, self.closes, self.group, self.parameters = engine, closes, group, parameters
@@ -92,7 +103,8 @@ class BucketWorker:
         self.layout: Layout = []
         self._replay, self._replays = list[list[str]](), 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._running: list[tuple[Steps, Bucket | None]] = []  # oldest first
+        self._running: list[Reduction] = []  # oldest first
+        self._gathered: list[Part] = []
         self._held: list[Bucket] = []
         self._unfinished: list[Bucket] = []
         self._current: Layout = []
@@ -102,6 +114,7 @@ class BucketWorker:
         self._stopped = False
         self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.inline = not host_decides(device)
+        self._gathers = gathers and self.inline
         self._thread: threading.Thread | None = None
         if not self.inline:
             self._thread = threading.Thread(target=self._run, name="edgc-buckets", daemon=True)
@@ -113,10 +126,10 @@ class BucketWorker:
         return bool(self._seen) and self.error is None
 
     def replay(self, layout: Layout) -> None:
-        """Reduce the gradients of the next iterations in these groups, until DDP has settled its buckets.
+        """Reduce the gradients of the next iterations in these buckets, until DDP has settled its own.
 
         DDP cuts buckets anew after the first or, in a static graph, second iteration of a process. That changes
-        nothing but the rounding of sums; with the groups of the run that was saved, a resumed one is the same bit for
+        nothing but the rounding of sums; with the buckets of the run that was saved, a resumed one is the same bit for
         bit. Buckets that fit are taken as they come, the others wait for the last one.
         """
         self._replay, self._replays = layout, 2 if layout else 0
@@ -174,6 +187,7 @@ class BucketWorker:
             if self.error is None and isinstance(item, Bucket):
                 self._take(item)
             elif self.error is None:
+                self._start()
                 self._drain()
         except BaseException as error:  # also of a callback that exits: whoever waits for the bucket must hear of it
             self.error, stopping = self._described(error), error
@@ -202,18 +216,32 @@ class BucketWorker:
         if self._held or (self._replays and self._replay[done : done + 1] != [names]):
             self._held.append(bucket)
         else:
-            self._start(bucket.gradients, bucket)
+            self._gather(bucket.gradients, bucket)
         if bucket.last:
             self._finish_iteration()
 
-    def _start(self, gradients: list[Gradient], bucket: Bucket | None) -> None:
+    def _gather(self, gradients: list[Gradient], bucket: Bucket | None) -> None:
+        """Take in a bucket, and start to reduce what has been gathered once that is enough."""
         self._current.append([gradient.name for gradient in gradients])
+        self._gathered.append((gradients, bucket))
+        size = sum(gradient.tensor.nbytes for part, _ in self._gathered for gradient in part)
+        # What goes dense is launched once, and from where it lies only if that is one bucket.
+        waits = self._gathers and self.engine.compresses
+        if not waits or size >= GATHER[len(self._current) > len(self._gathered)]:
+            self._start()
+
+    def _start(self) -> None:
+        """Start to reduce what has been gathered."""
+        if not self._gathered:
+            return
+        parts, self._gathered = self._gathered, []
+        gradients, bucket = [gradient for part, _ in parts for gradient in part], parts[0][1]
         if bucket is None:
             steps = self.engine.exchange(gradients, self.group)
         else:
             group = bucket.group or self.group
             steps = self.engine.exchange(gradients, group, compress=bucket.compress, shards=bucket.shards)
-        new, older = (steps, bucket), list(self._running)
+        new, older = (steps, parts), list(self._running)
         self._running.append(new)
         # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
         for task in (new, *older, *[new] * (self.engine.waits - 1)):
@@ -225,14 +253,14 @@ class BucketWorker:
             for task in list(self._running):
                 self._advance(task)
 
-    def _advance(self, task: tuple[Steps, Bucket | None]) -> None:
-        """Take a reduction a step further; one that ends hands over its bucket, but for the last of the iteration."""
+    def _advance(self, task: Reduction) -> None:
+        """Take a reduction a step further; one that ends hands over its buckets, but for the last of the iteration."""
         if next(task[0], _END) is _END and task in self._running:
             self._running.remove(task)
-            bucket = task[1]
-            if bucket is not None and not bucket.last:
-                self._unfinished.remove(bucket)
-                bucket.future.set_result(bucket.buffer)
+            for _, bucket in task[1]:
+                if bucket is not None and not bucket.last:
+                    self._unfinished.remove(bucket)
+                    bucket.future.set_result(bucket.buffer)
 
     def _finish_iteration(self) -> None:
         if self._held:
@@ -242,7 +270,8 @@ class BucketWorker:
                 what = "the saved state is of a model with other parameters"
                 raise UserError(what, fix="load it into the model it was saved from")
             for names in rest:
-                self._start([gradients[name] for name in names], None)
+                self._gather([gradients[name] for name in names], None)
+        self._start()
         self._drain()
         self._unsettled = self.closes
         if not self.inline or self.engine.closes_at_once:

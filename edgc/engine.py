@@ -119,6 +119,11 @@ class Engine:
         return self.plan.ranks[self.stage]
 
     @property
+    def compresses(self) -> bool:
+        """True if this iteration compresses, or times how long that would take; equal on all ranks of the stage."""
+        return self.rank is not None or self.warm_up is not None or self.plan.probe_rank is not None
+
+    @property
     def closes_at_once(self) -> bool:
         """True if this iteration must be closed before the next thing happens, even if the host waits for a GPU."""
         return self._due and (self.plan.exchange or self.monitor.closes_at_once or self._unused)

@@ -16,6 +16,8 @@ class Float8(Blocks):
     to 2^-9 steps, and large ones have fewer: an error of at most 1/16 of an entry, and not of 1/254 of the largest.
     """
 
+    has_kernels = False
+
     def __init__(self) -> None:
         super().__init__(8, levels=LARGEST)
 

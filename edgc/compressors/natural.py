@@ -98,6 +98,9 @@ class Powers:
             else:
                 torch.mul(values, weight, out=part)
 
+    def kernels(self, device: torch.device) -> None:
+        """None: torch's operations do it everywhere."""
+
     def finite(self, message: Tensor) -> Tensor:
         return self._views(message)[0].amax() < _INFINITE
 

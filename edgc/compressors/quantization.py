@@ -44,16 +44,17 @@ import copy
 import math
 import threading
 import weakref
+from types import ModuleType
 from typing import Protocol
 
 from edgc.compressors.base import Steps
+from edgc.compressors.kernels import kernels_for
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
 FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 LEVELS = {8: 127, 7: 63, 6: 31, 5: 15, 4: 7, 2: 1, 1: 1}
-_SMALLEST_STEP = 2.0**-117
 # Entries in work at a time: on a CPU few enough for its last cache, enough that starting an operation costs little.
 _CHUNK_PER_THREAD, _CHUNK_ON_GPU = 1 << 18, 1 << 22
 
@@ -72,6 +73,8 @@ class Quantiser(Protocol):
     group: int
     align: int
     stochastic: bool
+
+    def kernels(self, device: torch.device) -> ModuleType | None: ...
 
     def bytes(self, elements: int) -> int: ...
 
@@ -114,14 +117,18 @@ class QuantisedMean:
                 of (result + residual) is the mean of the vectors.
             generator: of stochastic rounding, this rank's own.
         """
-        for rank, message in enumerate(self._sent):
+        if kernels := self.blocks.kernels(vector.device):
+            kernels.pack(self.blocks, vector, self._sent, residual)
+        for rank, message in enumerate(() if kernels else self._sent):
             kept = None if residual is None else self._piece(residual, rank)
             self.blocks.pack(self._piece(vector, rank), message, residual=kept, generator=generator)
         channel.all_to_all(self._received, self._sent)
         yield
         mine = self._piece(vector if residual is None else residual, channel.rank)
         mean = self._sum[: mine.numel()]
-        for rank, message in enumerate(self._received):
+        if kernels and mean.numel():
+            kernels.unpack(self.blocks, self._received, mean, weight=1 / self.world, summed=True)
+        for rank, message in enumerate(() if kernels else self._received):
             # Weighted before they are added: the sum of the ranks could overflow.
             self.blocks.unpack(message, mean, weight=1 / self.world, add=rank > 0)
         message = self._sent[:1]
@@ -137,7 +144,9 @@ class QuantisedMean:
 
     def unpack(self, out: Tensor) -> None:
         """``out``, flat fp32, becomes the result, the same bits on every rank."""
-        for rank, message in enumerate(self._received):
+        if kernels := self.blocks.kernels(out.device):
+            kernels.unpack(self.blocks, self._received, out)
+        for rank, message in enumerate(() if kernels else self._received):
             self.blocks.unpack(message, self._piece(out, rank))
 
     def _piece(self, vector: Tensor, rank: int) -> Tensor:
@@ -147,6 +156,8 @@ class QuantisedMean:
 class Blocks:
     """Quantiser of flat fp32 vectors. Its scratch, of fixed size, is one for all quantisers that a thread uses.
 
+    On a GPU a kernel does it in one launch and without scratch, where it can (:mod:`edgc.compressors.kernels`).
+
     Args:
         bits: 8, 7, 6, 5, 4, 2 or 1.
         stochastic: round at random so that the result is x on average, instead of to the nearest; not with 1 bit.
@@ -154,6 +165,8 @@ class Blocks:
     """
 
     size = align = 64  # entries that share a step
+    smallest_step = 2.0**-117
+    has_kernels = True
 
     def __init__(self, bits: int, *, stochastic: bool = False, levels: int = 0) -> None:
         self.bits, self.stochastic = bits, stochastic
@@ -164,8 +177,9 @@ class Blocks:
         self._word = torch.int8 if self.width == 1 else torch.int32 if self.width <= 4 else torch.int64
         # The largest bfloat16 (8 significant bits) whose product with the highest level is finite.
         mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / self.levels)
-        self._largest_step = math.ldexp(math.floor(mantissa * 256), exponent - 8)
+        self.largest_step = math.ldexp(math.floor(mantissa * 256), exponent - 8)
         self._used: dict[torch.device, Scratch] = {}  # so that it lives as long as somebody may want it again
+        self._kernels: dict[torch.device, ModuleType | None] = {}
 
     def bytes(self, elements: int) -> int:
         """Length of the message of so many entries; they are padded to whole groups of blocks."""
@@ -185,7 +199,15 @@ class Blocks:
         if not x.numel():
             # Of a short vector only the first ranks have a part.
             out.zero_()
-            return
+        elif kernels := self.kernels(x.device):
+            kernels.pack(self, x, out[None], residual)
+        else:
+            self.pack_by_torch(x, out, residual, generator)
+
+    def pack_by_torch(
+        self, x: Tensor, out: Tensor, residual: Tensor | None, generator: torch.Generator | None = None
+    ) -> None:
+        """:meth:`pack` without a kernel."""
         steps, codes = self._views(out)
         whole, total = self._scratch(x.device), x.numel()
         for first in range(0, len(steps), whole.blocks):
@@ -221,6 +243,13 @@ class Blocks:
         """``out``, flat fp32 and as long as what was packed, becomes ``weight`` times it, or gains that."""
         if not out.numel():
             return
+        if kernels := self.kernels(out.device):
+            kernels.unpack(self, message[None], out, weight=weight, add=add)
+        else:
+            self.unpack_by_torch(message, out, weight, add)
+
+    def unpack_by_torch(self, message: Tensor, out: Tensor, weight: float, add: bool) -> None:
+        """:meth:`unpack` without a kernel."""
         steps, codes = self._views(message)
         whole, total = self._scratch(out.device), out.numel()
         for begin in range(0, total, whole.blocks * self.size):
@@ -242,6 +271,12 @@ class Blocks:
     def finite(self, message: Tensor) -> Tensor:
         """True, a 0-dim tensor, if everything in a message is finite; it takes only the steps to know."""
         return self._views(message)[0].amax().isfinite()
+
+    def kernels(self, device: torch.device) -> ModuleType | None:
+        """What does its work on a device in place of torch's operations, if anything."""
+        if device not in self._kernels:
+            self._kernels[device] = kernels_for(self, device)
+        return self._kernels[device]
 
     def _views(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The steps of a message (bfloat16, one a block) and the bytes of its words (int8, groups x width x size)."""
@@ -268,8 +303,8 @@ class Blocks:
                 self._best_factors(scratch)
                 step.mul_(scratch.factor)
             step.mul_(1 / self.levels)
-        torch.threshold_(step, _SMALLEST_STEP, 0)
-        step.clamp_(max=self._largest_step).view(-1, self.per_word).add_(scratch.spoiled[:, None])
+        torch.threshold_(step, self.smallest_step, 0)
+        step.clamp_(max=self.largest_step).view(-1, self.per_word).add_(scratch.spoiled[:, None])
 
     def _best_factors(self, scratch: Scratch) -> None:
         """``scratch.factor`` becomes the f of every block with the least squared error.

@@ -110,7 +110,7 @@ class Handle:
         self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._names, self._scaler = names, scaler
         self._slot, self._model_group = weakref.ref(slot), slot.group
-        self._worker = BucketWorker(engine, group, device, parameters)
+        self._worker = BucketWorker(engine, group, device, parameters, gathers=True)
         self._stop = weakref.finalize(self, self._worker.stop)
         self._earlier: list[tuple[Tensor, int]] = []  # gradients from before this iteration, with their versions
         self._hooks: list[Any] = []

@@ -71,8 +71,7 @@ def register(
     A refusal leaves nothing behind.
 
     Args:
-        model: wrapped, not yet compiled, without a communication hook but for that of a handle that was removed. On a
-            GPU with ``bucket_cap_mb=100`` or more, for the host must launch less in fewer buckets.
+        model: wrapped, not yet compiled, without a communication hook but for that of a handle that was removed.
         iterations: length of the run in synchronised backward passes (warm-up is a share of it).
         scaler: the ``torch.amp.GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on every
             rank or on none. With one scaler for several optimizers, all of them must skip the same steps. False says

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc import EDGCConfig
+from edgc import EDGCConfig, buckets
+from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 from experiments.bench.engines import Mirror
 from tests.integration.ddp_runs import METHODS as USUAL
@@ -42,6 +44,7 @@ DDP: dict[str, dict[str, Any]] = {
 # What they do hangs on times, which are of the device.
 TIMED = {name: USUAL[name] for name in ("search", "gate")}
 RESUMED = ("powersgd fp32", "edgc", "quantize")
+GATHERED = (*RESUMED, "powersgd int4")
 STEPS, SAVED, POISONED = 10, 5, 4
 MEGATRON: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -76,11 +79,12 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def started(name: str, **options: Any) -> Run:
+def started(name: str, case: Case | None = None, **options: Any) -> Run:
     """A small model on the device, with a loss scale, and the data that it has on every device."""
     scaler = torch.amp.GradScaler(device().type, init_scale=4.0, growth_interval=1000)
     config = EDGCConfig.from_dict((DDP | TIMED)[name])
-    return Run(Case(steps=STEPS, bucket_cap_mb=5e-3), scaler=scaler, config=config, device=device(), **options)
+    case = case or Case(steps=STEPS, bucket_cap_mb=5e-3)
+    return Run(case, scaler=scaler, config=config, device=device(), **options)
 
 
 def result(run: Run) -> dict[str, Any]:
@@ -89,19 +93,44 @@ def result(run: Run) -> dict[str, Any]:
     return {**{key: getattr(run, key) for key in keys}, "skipped": run.handle.skipped}
 
 
+def trained_ddp(name: str, resumes: bool, case: Case | None = None) -> dict[str, Any]:
+    """A whole run, and whether it goes on from a state saved on the way as it did itself."""
+    run = started(name, case).train(0, SAVED)
+    state = run.state()
+    found = result(run.train(SAVED, STEPS))
+    if resumes:
+        resumed = started(name, case).load(state).train(SAVED, STEPS)
+        found["resumed equal"] = torch.equal(run.weights, resumed.weights)
+        found["state equal"] = same(run.state(), resumed.state())
+        resumed.close()
+    run.close()
+    return found
+
+
+def gathered() -> dict[str, Any]:
+    """A model of five buckets: the first one is reduced alone, the others two by two; on the CPU, where the host
+    decides, every one alone."""
+    results, case, opened = {}, Case(steps=STEPS, unused=True, bucket_cap_mb=1e-3), [0]
+
+    def counted(*options: Any) -> Channel:
+        opened[0] += 1
+        return Channel(*options)
+
+    with mock.patch.object(buckets, "GATHER", (1, 4000)):
+        for name in GATHERED:
+            results[name] = trained_ddp(name, resumes=True, case=case)
+        run = started("powersgd fp32", case).train(0, 2)
+        assert run.handle is not None
+        run.handle.engine.open_channel = counted
+        run.train(2, 3)
+        results["buckets"], results["reductions"] = len(run.handle.state_dict()["layout"]), opened[0]
+        run.close()
+    return results
+
+
 def ddp() -> dict[str, Any]:
     """Every method; some of them resumed, and with one step that is given up."""
-    results: dict[str, Any] = {}
-    for name in DDP | TIMED:
-        run = started(name).train(0, SAVED)
-        state = run.state()
-        results[name] = result(run.train(SAVED, STEPS))
-        if name in RESUMED:
-            resumed = started(name).load(state).train(SAVED, STEPS)
-            results[name]["resumed equal"] = torch.equal(run.weights, resumed.weights)
-            results[name]["state equal"] = same(run.state(), resumed.state())
-            resumed.close()
-        run.close()
+    results: dict[str, Any] = {name: trained_ddp(name, resumes=name in RESUMED) for name in DDP | TIMED}
     for name in RESUMED:
         run, factor = started(name).train(0, POISONED), [1.0]
         assert run.handle is not None and run.scaler is not None
@@ -173,7 +202,12 @@ def _same_weights(session: Any) -> Callable[[], dict[str, Any]]:
     return dict
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"ddp": ddp, "alone": alone, "megatron": megatron}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "ddp": ddp,
+    "gathered": gathered,
+    "alone": alone,
+    "megatron": megatron,
+}
 
 
 def on_cpu(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.adapters import DDP, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS, TIMED
+from tests.gpu.adapters import DDP, GATHERED, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS, TIMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -30,7 +30,7 @@ ROUNDED = 0.05
 def launched(folder: Path, environment: dict[str, str]) -> Ranks:
     """The results of all ranks; what they wrote to stderr where one failed."""
     folder.mkdir()
-    parts = json.dumps(["ddp", "alone", "megatron"])
+    parts = json.dumps(["ddp", "gathered", "alone", "megatron"])
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     variables.pop("EDGC_MASKED_PATH", None)
     with contextlib.ExitStack() as stack:
@@ -85,6 +85,22 @@ def test_ddp_trains_as_on_the_cpu(name: str, ranks: Ranks, reference: Ranks) -> 
     replicas_learn(mine)
     if name in RESUMED:
         assert all(rank["resumed equal"] and rank["state equal"] for rank in mine)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_ddp_trains_so_where_buckets_are_gathered(name: str, ranks: Ranks, reference: Ranks) -> None:
+    mine, theirs = ([rank["gathered"][name] for rank in of] for of in (ranks, reference))
+    for rank, other in zip(mine, theirs, strict=True):
+        assert rank["losses"] == pytest.approx(other["losses"], rel=ROUNDED)
+        assert rank["ranks"] == other["ranks"] and rank["skipped"] == 0
+        assert rank["resumed equal"] and rank["state equal"]
+    replicas_learn(mine)
+
+
+def test_buckets_are_gathered_on_a_gpu_alone(ranks: Ranks, reference: Ranks) -> None:
+    for results, reductions in ((ranks, 3), (reference, 5)):
+        found = [(rank["gathered"]["buckets"], rank["gathered"]["reductions"]) for rank in results]
+        assert found == [(5, reductions)] * WORLD
 
 
 def test_the_ranks_of_edgc_change_on_the_way(ranks: Ranks) -> None:

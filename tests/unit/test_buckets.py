@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgc import buckets as buckets_module
 from edgc.buckets import Bucket, BucketWorker
 from edgc.compressors import Gradient
 from edgc.errors import UserError
@@ -34,6 +35,7 @@ class FakeEngine:
     last: Any = None
     given_up: bool = False
     closes_at_once: bool = False
+    compresses: bool = True
     open: set[str] = field(default_factory=set)
 
     def exchange(self, gradients: Sequence[Gradient], group: Any, **how: Any) -> Generator[None, None, None]:
@@ -81,8 +83,8 @@ def backward(
     return buckets
 
 
-def new_worker(engine: FakeEngine, parameters: int = 99) -> BucketWorker:
-    return BucketWorker(engine, None, torch.device("cpu"), parameters)  # type: ignore[arg-type]
+def new_worker(engine: FakeEngine, parameters: int = 99, **options: bool) -> BucketWorker:
+    return BucketWorker(engine, None, torch.device("cpu"), parameters, **options)  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------- the order
@@ -311,3 +313,77 @@ def test_the_loss_scale_is_told_before_the_first_bucket_and_after_the_iteration_
         worker.stop()
         step = [(("p0",), 0), (("p1",), 0), "end"]
         assert engine.log == [8.0, *step, 4.0, *step]
+
+
+# --------------------------------------------------------------------- gathered, as on a GPU
+
+
+LAYOUT = [["a"], ["b"], ["c", "d"], ["e"], ["f"], ["g"]]
+GATHERED = [("a", "b"), ("c", "d", "e", "f"), ("g",)]  # of 4 bytes each, by 8 and then 16
+
+
+def groups_of(engine: FakeEngine) -> list[tuple[str, ...]]:
+    """What was reduced together, in the order in which it was begun."""
+    return list(dict.fromkeys(entry[0] for entry in engine.log if isinstance(entry, tuple)))
+
+
+def test_buckets_are_gathered_where_launching_costs_and_something_is_compressed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buckets_module, "GATHER", (8, 16))
+    alone, cases = [tuple(names) for names in LAYOUT], ([True] * 3, [True, True, False], [True, False, True])
+    for masked, gathers, compresses in (*cases, [False, True, True]):
+        engine = FakeEngine(compresses=compresses)
+        with masked_path(masked):
+            worker = new_worker(engine, gathers=gathers)
+            for _ in range(2):
+                engine.log.clear()
+                buckets = backward(worker, LAYOUT)
+                assert all(bool((bucket.future.wait() == 2).all()) for bucket in buckets)
+                assert all(bucket.future.value() is bucket.buffer for bucket in buckets)
+                assert groups_of(engine) == (GATHERED if masked and gathers and compresses else alone)
+                assert worker.layout == LAYOUT
+        worker.stop()
+
+
+def test_a_group_that_is_full_does_not_wait_for_the_end_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets_module, "GATHER", (8, 16))
+    engine = FakeEngine(waits=1)
+    with masked_path():
+        worker = new_worker(engine, parameters=7, gathers=True)
+        buckets = backward(worker, LAYOUT[:5], says_last=False)
+        assert groups_of(engine) == GATHERED[:2]
+        assert [bucket.future.done() for bucket in buckets] == [True, True, False, False, False]
+        buckets += backward(worker, LAYOUT[5:], says_last=False)
+        assert all(bucket.future.done() for bucket in buckets) and not worker.busy
+    worker.stop()
+
+
+def test_what_is_gathered_is_reduced_when_it_is_flushed() -> None:
+    engine = FakeEngine()
+    with masked_path():
+        worker = new_worker(engine, gathers=True)
+        [bucket] = backward(worker, [["a"]], says_last=False)
+        assert not bucket.future.done() and not engine.log
+        worker.flush()
+        assert bool((bucket.future.wait() == 2).all())
+    worker.stop()
+
+
+@pytest.mark.parametrize("arriving", [LAYOUT, LAYOUT[::-1], [["c", "b"], ["a"], ["g", "f", "e", "d"]]])
+def test_a_resumed_run_gathers_what_the_saved_one_did(
+    arriving: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets_module, "GATHER", (8, 16))
+    logs = []
+    for layout, saved in ((LAYOUT, []), (arriving, LAYOUT)):
+        engine = FakeEngine()
+        with masked_path():
+            worker = new_worker(engine, gathers=True)
+            worker.replay(saved)
+            buckets = backward(worker, layout)
+            assert all(bool((bucket.future.wait() == 2).all()) for bucket in buckets)
+            assert worker.layout == LAYOUT
+        worker.stop()
+        logs.append(engine.log)
+    assert logs[0] == logs[1]

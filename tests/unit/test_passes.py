@@ -12,7 +12,9 @@ from torch import Tensor
 
 from edgc.compressors import Gradient
 from edgc.compressors.base import square_sum, square_sums
+from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.compressors.powersgd.passes import Batched, Group, RowBlocks, batch_view
+from edgc.compressors.powersgd.state import State
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)
@@ -77,6 +79,23 @@ def test_batch_view() -> None:
         [even[0].double()],
     ):
         assert batch_view(other) is None
+
+
+def test_matrices_of_one_shape_are_batched_on_a_gpu_if_they_are_one_tensor_or_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flat = draw(90)
+    apart, one = [draw(6, 5) for _ in range(3)], [flat[start : start + 30].view(6, 5) for start in (0, 30, 60)]
+
+    def counts(tensors: list[torch.Tensor], batched: bool = True) -> list[int]:
+        found = State(PowerSGDConfig(rank=2)).groups(named(tensors), 2, batched=batched)
+        return [len(group.names) for group in found]
+
+    assert counts(apart) == counts(one) == [3] and counts([*apart, draw(5, 6)]) == [1, 3]
+    assert counts(apart, batched=False) == counts(one, batched=False) == [1, 1, 1]
+    assert counts([*apart[:2], apart[2].bfloat16()]) == [2, 1]
+    monkeypatch.setattr("edgc.compressors.powersgd.state._COPIED", 29)
+    assert counts(apart) == [1, 1, 1] and counts(one) == [3]
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 1e19, 1e30])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgc.compressors.quantization as blocks_module
+from edgc.compressors.float8 import Float8
 from edgc.compressors.powersgd.algorithm import Wire
-from edgc.compressors.quantization import FACTORS, Blocks
+from edgc.compressors.quantization import FACTORS, Blocks, QuantisedMean
 from tests.lockstep import Twin
 
 BITS = (8, 7, 6, 5, 4, 2, 1)
@@ -207,3 +210,98 @@ def test_weights_and_sums() -> None:
         quantiser.unpack(packed(x, quantiser), out, weight=0.5)
         quantiser.unpack(packed(y, quantiser), out, weight=0.5, add=True)
         assert torch.equal(out, 0.5 * through(x, quantiser) + 0.5 * through(y, quantiser))
+
+
+# --------------------------------------------------------------------- kernels in place of torch's operations
+
+
+class Stand(ModuleType):
+    """Kernels that leave the work to torch, and tell what they were asked for; the real ones: tests/gpu."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__("edgc.runtime.block_kernels")
+        self.fails, self.calls = fails, list[str]()
+
+    def pack(self, blocks: Blocks, x: torch.Tensor, messages: torch.Tensor, residual: torch.Tensor | None) -> None:
+        self.calls.append("pack")
+        if self.fails == "raises":
+            raise RuntimeError("no compiler\nat all")
+        length = messages.shape[1] // blocks.bytes(1) * blocks.group
+        for i, message in enumerate(messages):
+            part = slice(i * length, (i + 1) * length)
+            if x[part].numel():
+                blocks.pack_by_torch(x[part], message, None if residual is None else residual[part])
+            else:
+                message.zero_()
+        if self.fails == "lies":
+            messages[0, 0] += 1
+
+    def unpack(
+        self,
+        blocks: Blocks,
+        messages: torch.Tensor,
+        out: torch.Tensor,
+        weight: float = 1.0,
+        add: bool = False,
+        summed: bool = False,
+    ) -> None:
+        self.calls.append("sum" if summed else "unpack")
+        length = messages.shape[1] // blocks.bytes(1) * blocks.group
+        for i, message in enumerate(messages):
+            part = out if summed else out[i * length : (i + 1) * length]
+            if part.numel():
+                blocks.unpack_by_torch(message, part, weight, add or (summed and i > 0))
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Stand]:
+    def use(fails: str) -> Stand:
+        kernels = Stand(fails)
+        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+        monkeypatch.setattr("edgc.runtime.block_kernels", kernels, raising=False)
+        monkeypatch.setattr("edgc.compressors.kernels._tried", {})
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        return kernels
+
+    return use
+
+
+def test_a_mean_takes_four_launches_of_kernels_for_any_number_of_ranks(stand: Callable[[str], Stand]) -> None:
+    for bits in BITS:
+        found = []
+        for on in (False, True):
+            kernels = stand("")
+            quantiser, x = Blocks(bits), normal(3000)
+            quantiser.has_kernels = on
+            kept = x.clone()
+            mean, fellows = QuantisedMean(len(x), 5, quantiser, x.device), Twin()
+            fellows.world = 5
+            quantiser.kernels(x.device)
+            kernels.calls.clear()
+            for _ in mean.steps(x.clone(), fellows, kept):
+                pass
+            out = torch.empty_like(x)
+            mean.unpack(out)
+            found.append((kept, out))
+            assert kernels.calls == (["pack", "sum", "pack", "unpack"] if on else [])
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("fails", "reason"), [("raises", "no compiler$"), ("lies", "other numbers than torch$")])
+def test_kernels_that_do_not_do_are_named_once_and_left_out(
+    fails: str, reason: str, stand: Callable[[str], Stand]
+) -> None:
+    x = normal(700)
+    expected = through(x, Blocks(8))
+    kernels = stand(fails)
+    with pytest.warns(UserWarning, match=f"8 bits on cpu, torch's are: .*{reason}"):
+        assert torch.equal(through(x, Blocks(8)), expected)
+    kernels.calls.clear()
+    assert torch.equal(through(x, Blocks(8)), expected) and not kernels.calls
+
+
+def test_what_rounds_at_random_and_e4m3_have_no_kernels(stand: Callable[[str], Stand]) -> None:
+    kernels = stand("")
+    for quantiser in (Blocks(4, stochastic=True), Float8()):
+        through(normal(700), quantiser)
+    assert not kernels.calls

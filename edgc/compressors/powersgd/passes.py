@@ -132,6 +132,11 @@ class Group:
             batch = self._memory
         self.m = batch
 
+    def let_go(self) -> None:
+        """Give back what was copied, until the next call."""
+        self._memory = None
+        del self.m
+
     def spectrum(self, i: int) -> Spectrum:
         """Spectrum of the mean of the i-th matrix, after a reduction.
 
@@ -150,11 +155,11 @@ class Group:
 def batch_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """fp32 matrices [m, n] that lie in one storage at equal distances, as one [B, m, n]; None if they do not."""
     first = tensors[0]
-    storage = first.untyped_storage().data_ptr()
+    storage = first.untyped_storage()._cdata  # not its address, which is 0 for all that have no entries
     steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(tensors)} or {first.numel()}
     if (
         any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors)
-        or any(t.untyped_storage().data_ptr() != storage for t in tensors)
+        or any(t.untyped_storage()._cdata != storage for t in tensors)
         or len(steps) > 1
         or min(steps) < first.numel()
     ):
@@ -386,6 +391,8 @@ class Batched(RowBlocks):
             torch.bmm(left, right, out=x.m)
             if not x.in_place:
                 torch._foreach_copy_(list(x.gradients), list(x.m))
+        if not x.in_place:
+            x.let_go()
         return error_sq
 
     def keep(self, means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:

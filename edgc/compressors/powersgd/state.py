@@ -16,6 +16,9 @@ from edgc.compressors.powersgd.passes import RIGHT, TINY_SQ, Group, batch_view
 from edgc.errors import UserError
 
 _ROUNDS, _OVERSAMPLING = 3, 8  # of the power iteration that renews a warm start
+# Entries of a matrix that is copied, while it is reduced, to lie beside others of its shape: launching what is done
+# with it alone takes longer. Not measured: what an H200 copies while its host launches a dozen operations.
+_COPIED = 1 << 22
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -113,7 +116,7 @@ class State:
 
     def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool) -> list[Group]:
         """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape and side together if
-        they are one tensor.
+        they are one tensor, or small enough to be copied.
 
         Raises:
             UserError: the state is of matrices of other shapes.
@@ -126,7 +129,10 @@ class State:
                 last
                 and last[0].tensor.shape == gradient.tensor.shape
                 and sides.get(last[0].name, RIGHT) == sides.get(gradient.name, RIGHT)
-                and batch_view([g.tensor for g in [*last, gradient]]) is not None
+                and last[0].tensor.dtype == gradient.tensor.dtype
+                and (
+                    gradient.tensor.numel() <= _COPIED or batch_view([g.tensor for g in [*last, gradient]]) is not None
+                )
             ):
                 last.append(gradient)
             else:
