@@ -216,6 +216,11 @@ test-network: venv ## test the network of limited bandwidth (root only; says why
 test-slurm: venv ## run the workflow and faults on a real Slurm of two emulated nodes (root only; says why it skips)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/slurm -m slurm $(ARGS)
 
+# Not part of `test`, for every example imports its framework in each of two processes, several times.
+.PHONY: test-frameworks
+test-frameworks: venv ## train under Trainer, Accelerate, Lightning and torchtitan, in environments of their own
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/integration/test_trainers.py -m frameworks -n 2 $(ARGS)
+
 .PHONY: lint
 lint: venv ## ruff, mypy and snakefmt
 	@$(PY) -m ruff check .

@@ -18,7 +18,7 @@ import torch
 from tests.integration.readme import ROOT, block, check_ddp_example, launched
 from tests.workers import same
 
-pytestmark = [pytest.mark.slow, pytest.mark.costly]
+pytestmark = pytest.mark.frameworks
 PAGE = ROOT / "docs" / "library" / "trainers.md"
 SCALER = 'torch.amp.GradScaler("cpu", init_scale=2.0**12)'
 CONFIG = 'EDGCConfig(method="powersgd", rank=8)'

@@ -35,7 +35,7 @@ from tests.unit.conftest import REFERENCE, RESTORED
 from tests.unit.invented_runs import decisions, edgc, run, steps
 
 STUDY = "window_ablation"
-NAMES = ["w8-s1", "w16-s1"]
+NAMES = ["w4-s1", "w16-s1"]
 
 
 def read(folder: Path, name: str) -> pd.DataFrame:

@@ -147,7 +147,7 @@ def test_update_keeps_tables_and_provenance_only(results: Path, kept_results: Pa
     for study in COMPARED:
         assert (folder / study / "table.csv").read_bytes() == (REFERENCE / "ci" / study / "table.csv").read_bytes()
     record = yaml.safe_load((folder / "provenance.yaml").read_text())
-    assert record["runs"] == 3 and set(record) >= {"dates", "versions", "git", "hardware"}
+    assert record["runs"] == 2 and set(record) >= {"dates", "versions", "git", "hardware"}
     before = sorted(folder.rglob("*"))
     shutil.rmtree(results / "ci" / "methods")
     with pytest.raises(SystemExit) as stop:
