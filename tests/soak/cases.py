@@ -97,7 +97,8 @@ class Case:
         number: of the case in a soak of this seed and world.
         poisoned: whether fresh memory that torch gives is filled with what is not a number.
         saved: step before which state is saved, for another run that goes on from it; None is never.
-        renewed: step before which the handle is removed, to be registered anew after it; None is never.
+        renewed: step before which the handle is removed, to be registered anew after it, or at once where replicas take
+            steps of their own; None is never.
         keeps: whether its state is loaded then.
     """
 
