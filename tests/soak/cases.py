@@ -159,8 +159,9 @@ def case_of(seed: int, world: int, number: int, *, longest: int = LONG) -> Case:
             saved = draw.randrange(3, steps - 1)
         # A strategy begins anew where replicas are equal.
         places = [step for step in range(3, steps - 1) if step % subject.period == 0]
-        # Right after a state was loaded DDP has not settled its buckets: sums of plain steps are rounded in other ways.
-        places = [step for step in places if saved is None or not 0 <= step - saved <= 2]
+        # A handle that is not there has no state; and right after one was loaded DDP has not settled its buckets, so
+        # that sums of plain steps would be rounded in other ways.
+        places = [step for step in places if saved is None or not -1 <= step - saved <= 2]
         renewed = draw.choice(places) if places and draw.random() < 0.3 else None
     return Case(
         seed=seed,
