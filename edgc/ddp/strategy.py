@@ -58,7 +58,10 @@ class StrategyHandle(ProcessStrategy):
         return future
 
     def remove(self) -> None:
-        """End the strategy: from now on DDP averages the gradients of every step. To be called on every rank."""
+        """End the strategy: from now on DDP averages the gradients of every step. To be called on every rank.
+
+        After local updates replicas stay equal only where their optimizers' states are made equal, too.
+        """
         self._let_go()
         if self._slot.handle is self:
             self._slot.handle = None

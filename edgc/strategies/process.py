@@ -99,7 +99,14 @@ class ProcessStrategy:
 
     @own_modes()
     def _run(self, steps: Asked | Steps) -> bool | None:
-        return finished(steps)
+        step = self.strategy.step + 1
+        try:
+            return finished(steps)
+        except RuntimeError as error:
+            # What a backend says of a lost peer names neither the rank nor the step.
+            rank, name = self.group.rank(), self._settings["strategy"]["name"]
+            what = f"edgc: strategy {name} stopped on rank {rank} in step {step}"
+            raise RuntimeError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def mean_weights(self) -> dict[str, Tensor]:
         """Means of the replicas' parameters by name, which are evaluated where replicas are never equal. To be called

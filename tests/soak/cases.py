@@ -97,7 +97,8 @@ class Case:
         number: of the case in a soak of this seed and world.
         poisoned: whether fresh memory that torch gives is filled with what is not a number.
         saved: step before which state is saved, for another run that goes on from it; None is never.
-        renewed: step before which the handle is removed, to be registered anew after it; None is never.
+        renewed: step before which the handle is removed, to be registered anew after it, or at once where replicas take
+            steps of their own; None is never.
         keeps: whether its state is loaded then.
     """
 
@@ -158,8 +159,9 @@ def case_of(seed: int, world: int, number: int, *, longest: int = LONG) -> Case:
             saved = draw.randrange(3, steps - 1)
         # A strategy begins anew where replicas are equal.
         places = [step for step in range(3, steps - 1) if step % subject.period == 0]
-        # Right after a state was loaded DDP has not settled its buckets: sums of plain steps are rounded in other ways.
-        places = [step for step in places if saved is None or not 0 <= step - saved <= 2]
+        # A handle that is not there has no state; and right after one was loaded DDP has not settled its buckets, so
+        # that sums of plain steps would be rounded in other ways.
+        places = [step for step in places if saved is None or not -1 <= step - saved <= 2]
         renewed = draw.choice(places) if places and draw.random() < 0.3 else None
     return Case(
         seed=seed,

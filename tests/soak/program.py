@@ -105,25 +105,27 @@ def main() -> int:
         return 0
 
     def ranks() -> dict[str, Any]:
-        each = options.steps // len(WORLDS)
+        lost, each = without_a_rank(seed, ends), options.steps // len(WORLDS)
         # The smaller worlds leave the others their time.
-        found = {str(w): trained(seed, w, each, began + options.seconds * (i + 1) / 2) for i, w in enumerate(WORLDS)}
-        return {"worlds": found, "lost ranks": without_a_rank(seed, ends)}
+        limits = [began + options.seconds * (index + 1) / len(WORLDS) for index in range(len(WORLDS))]
+        found = {str(w): trained(seed, w, each, limit) for w, limit in zip(WORLDS, limits, strict=True)}
+        return {"worlds": found, "lost ranks": lost}
 
     kinds: dict[str, Callable[[Path], Killed]] = {"training": Training, "workflow": Workflow}
     record: dict[str, Any] = {"machine": machine.describe("cpu"), "seed": seed, "kills": {}}
     failures = []
     with ThreadPoolExecutor() as pool:
         tasks = {pool.submit(ranks): "steps"} if options.steps else {}
-        for name, kind in kinds.items():
+        for name, program in kinds.items():
             if count := round(options.kills * SHARES[name]):
-                tasks[pool.submit(killed, kind, count, seed, ends)] = name
+                tasks[pool.submit(killed, program, count, seed, ends)] = name
         for task in as_completed(tasks):
             name = tasks[task]
             try:
                 found = task.result()
-            except AssertionError as error:
-                failures.append(f"{name}: {error} (seed {seed})")
+            except Exception as error:
+                kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+                failures.append(f"{name}: {kind}{error} (seed {seed})")
                 print(f"failed: {failures[-1]}", file=sys.stderr, flush=True)
                 continue
             record |= found if name == "steps" else {"kills": record["kills"] | {name: found}}

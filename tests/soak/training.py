@@ -163,6 +163,13 @@ class Trained:
             options = {"strategy": subject.strategy, "optimizer": self.optimizer}
         return edgc.register(self.model, subject.config, iterations=max(10, self.case.steps), **options)
 
+    def renew(self) -> None:
+        """Register the model again, with or without the state that the handle had."""
+        self.handle = self.register()
+        self.counts["registered anew"] += 1
+        if self.case.keeps:
+            self.handle.load_state_dict(self.kept)
+
     def backward(self, step: int) -> None:
         event = self.case.event(step)
         self.late[0] = event.slow[1] if event.slow is not None and event.slow[0] == self.rank else 0.0
@@ -204,14 +211,14 @@ class Trained:
         """
         case, wrong, shared = self.case, [], ""
         if self.handle is None:
-            self.handle = self.register()
-            self.counts["registered anew"] += 1
-            if case.keeps:
-                self.handle.load_state_dict(self.kept)
+            self.renew()
         if step == case.renewed:
             self.kept = loaded(saved(self.handle.state_dict()))
             self.handle.remove()
             self.handle = None
+            # Optimizers of replicas with steps of their own would take a plain step in other directions.
+            if case.subject.equal != "step":
+                self.renew()
         local = isinstance(self.handle, StrategyHandle)
         before = self.handle.bytes if local else 0
         broken = case.event(step).broken is not None
