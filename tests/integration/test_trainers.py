@@ -169,9 +169,8 @@ sys.argv.append("out/checkpoint-20")
     alone = example("import Accelerator\n").replace(CONFIG, 'EDGCConfig(method="quantize", bits=4)')
     line = "accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)\n"
     assert line in alone
-    alone = alone.replace(
-        line, f"accelerate.state.AcceleratorState._reset_state(True)\n{block('fsdp_version=2', PAGE)}"
-    )
+    plugin = block("fsdp_version=2", PAGE).replace("Accelerator(", "Accelerator(cpu=True, ")
+    alone = alone.replace(line, f"accelerate.state.AcceleratorState._reset_state(True)\n{plugin}")
     ends = """
 ends = []
 for _ in range(2):
@@ -184,7 +183,7 @@ accelerator.print("alone", all(map(torch.equal, *ends)), handle.last.iteration)
     parts = ("import os\n", defined, ON_CPU, gradual, LOADED, run, again, run, alone, ends)
     program.write_text("".join(parts), encoding="utf-8")
     printed = launched(program)
-    assert printed.count("loaded edgc.fsdp.handle 4 True") == 2 and "alone True 220" in printed
+    assert printed.count("loaded edgc.fsdp.handle 4 True") == 2 and "alone True 210" in printed
     check_ddp_example(printed)
     resumed, whole = tmp_path / "out/checkpoint-40", tmp_path / "whole"
     for name in ("pytorch_model_fsdp.bin", "edgc-0-of-2.pt", "edgc-1-of-2.pt"):
