@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.soak.cases import Case, case_of, subjects
-from tests.soak.training import Traffic, Trained
+from tests.soak.traffic import Traffic
+from tests.soak.training import Trained
 
 TIMEOUT = timedelta(seconds=5)  # of the group
 ENDS_WITHIN_SECONDS = 90.0  # with the start, on a busy machine
