@@ -47,7 +47,8 @@ def survivors(seed: int, world: int, subject: str, how: str) -> list[str]:
         AssertionError: one of them does not end.
     """
     drawn = case_of(seed, world, 0)
-    case = replace(drawn, subject=subjects()[subject], steps=60, scaled=False, masked=False)
+    # Of unused parameters DDP tells the other ranks by itself, and of a lost one in torch's words.
+    case = replace(drawn, subject=subjects()[subject], steps=60, scaled=False, masked=False, unused=False)
     victim, at = seed % world, 3 + seed % 7
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
