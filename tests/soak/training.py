@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import hashlib
 import io
 import math
 import os
-import random
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import torch
@@ -31,53 +27,16 @@ import edgc
 from edgc.ddp.strategy import StrategyHandle
 from edgc.runtime.device import masked_path
 from edgc.runtime.groups import gather_objects
-from tests.contract_ranks import costs
 from tests.integration.ddp_runs import TYPES, WIDTH, batch, wrapped
 from tests.integration.ddp_runs import Case as Options
 from tests.soak.cases import MARKS, Case, case_of
+from tests.soak.traffic import Traffic
 from tests.strategy_cases import adamw, sgd
 
 TIMEOUT = timedelta(seconds=60)  # of the group: a rank that waits longer for another says so
 STILL_SECONDS = 150.0  # without a step after which a rank ends, with the stacks of its threads
 TENSORS = 20  # more that may be alive at the end of a long case than in the middle of it, where 60 steps lie between
 BARRIER_BYTES = 64  # of a measurement of times, which are not counted
-
-
-class Traffic:
-    """What this rank sends, counted where torch takes it.
-
-    Attributes:
-        bytes: by the best algorithm for each collective, from the tensors as they are passed.
-        calls: name, bytes, and whether the thread that reduces buckets called it, in order.
-    """
-
-    def __init__(self) -> None:
-        self.bytes, self.calls = Fraction(0), list[tuple[str, int, bool]]()
-        self.dawdles = random.Random(dist.get_rank())
-
-    def clear(self) -> None:
-        self.bytes = Fraction(0)
-        self.calls.clear()
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        def counting(name: str, cost: Callable[..., Any]) -> Callable[..., Any]:
-            original = getattr(dist, name)
-
-            def call(*arguments: Any, **options: Any) -> Any:
-                sent = Fraction(cost(*arguments))
-                self.bytes += sent
-                self.calls.append((name, int(sent), threading.current_thread().name == "edgc-buckets"))
-                if self.dawdles.random() < 0.02:
-                    time.sleep(self.dawdles.random() * 2e-3)
-                return original(*arguments, **options)
-
-            return call
-
-        with contextlib.ExitStack() as stack:
-            for name, cost in costs().items():
-                stack.enter_context(mock.patch.object(dist, name, counting(name, cost)))
-            yield
 
 
 class Wrong(AssertionError):
