@@ -217,13 +217,14 @@ print("scales", callback.handle.engine.entropy.scale, scaler.get_scale(), callba
 {example("class Sharded")}
 iterations = callbacks[0].handle.last.iteration
 ends = [trainer.strategy.model.state_dict()]
+strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 trainer = lightning.Trainer(strategy=strategy, callbacks=callbacks, logger=False, **where, **how)
 trainer.fit(Sharded(), data, ckpt_path="sharded/epoch=0-step=100.ckpt")
 ends.append(trainer.strategy.model.state_dict())
 equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(*(end.values() for end in ends)))
 print("sharded", equal, iterations, callbacks[0].handle.last.iteration)
 """
-    program.write_text(text + scaled + sharded, encoding="utf-8")
+    program.write_text(text + sharded + scaled, encoding="utf-8")
     printed = launched(program, path=(lightning,))
     assert "scales 4096.0 4096.0 False" in printed and "sharded True 200 200" in printed
     program.write_text(text, encoding="utf-8")

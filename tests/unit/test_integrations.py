@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc import EDGCConfig
 from edgc.ddp import Handle
 from edgc.errors import UserError
-from edgc.integrations import metrics
+from edgc.integrations import metrics, torchtitan
 from edgc.integrations.common import load, register, save
 from tests.workers import refused, run_workers, said
 
@@ -41,6 +42,25 @@ class FullyShardedDataParallel(torch.nn.Module):
 def test_what_is_under_neither_ddp_nor_fsdp2_is_refused_with_what_it_is(model: torch.nn.Module, words: str) -> None:
     with pytest.raises(UserError, match=words):
         register(model, CONFIG, iterations=9, scaler=None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "chunked", "recorded", "words"),
+    [
+        (2, False, False, "pipeline stages"),
+        (1, True, False, "ChunkedLossWrapper"),
+        (1, False, True, "disable_cuda_graphs"),
+    ],
+)
+def test_torchtitan_where_backward_is_not_one_in_python_is_refused(
+    parts: int, chunked: bool, recorded: bool, words: str
+) -> None:
+    part = torch.nn.Linear(2, 2)
+    part._skip_lm_head = chunked
+    training = SimpleNamespace(disable_cuda_graphs=not recorded)
+    config, device = SimpleNamespace(training=training), torch.device("cuda")
+    with pytest.raises(UserError, match=words):
+        torchtitan.register(SimpleNamespace(model_parts=[part] * parts, config=config, device=device), CONFIG)
 
 
 def prepared() -> tuple[Any, Handle]:
