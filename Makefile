@@ -127,8 +127,9 @@ bench-keep: venv ## copy the results of the benchmarks to results/reference/benc
 	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)
 
 .PHONY: bytes
-bytes: venv ## count and compute what every method and strategy sends among 2 to 256 replicas (docs/library/bytes.md)
+bytes: venv ## count what every method sends (docs/library/bytes.md) and what a step launches (docs/gpu.md)
 	@$(PY) -m experiments.simulation.bytes_sent --out results/reference/rehearsal/bytes_sent.csv
+	@$(PY) -m experiments.bench.launches --out results/reference/rehearsal/launches.csv
 	@$(PY) -m paper_figures bytes_sent --results results/reference/rehearsal --out build/bytes
 	@install -D -m 644 build/bytes/bytes_sent.png results/reference/rehearsal/figures/bytes_sent.png
 

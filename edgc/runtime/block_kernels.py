@@ -42,23 +42,24 @@ def _inverse(step, times):
 
 
 @triton.jit
+def _error(scaled, f: tl.constexpr, LEVELS: tl.constexpr, SIZE: tl.constexpr):
+    """The squared error of magnitudes in units of the step, under f; with one level less what f does not change."""
+    if LEVELS == 1:
+        return (tl.sum(tl.maximum(scaled, f / 2), axis=2) - SIZE * f / 2) * -f
+    else:
+        off = scaled - f * tl.minimum(_whole(scaled * (1 / f)), LEVELS)
+        return tl.sum(off * off, axis=2)
+
+
+@triton.jit
 def _best_factor(magnitude, amax, LEVELS: tl.constexpr, SIZE: tl.constexpr):
     """The f of 1, .9, ..., .5 with the least squared error, for every block."""
     scaled = magnitude * _inverse(amax, LEVELS)[:, :, None]
-    factor = tl.full(amax.shape, 1.0, tl.float32)
-    least = factor
-    for i in tl.static_range(6):
-        f: tl.constexpr = (10 - i) / 10
-        if LEVELS == 1:
-            error = (tl.sum(tl.maximum(scaled, f / 2), axis=2) - SIZE * f / 2) * -f
-        else:
-            off = scaled - f * tl.minimum(_whole(scaled * (1 / f)), LEVELS)
-            error = tl.sum(off * off, axis=2)
-        if i == 0:
-            least = error
-        else:
-            factor = tl.where(error < least, f, factor)
-            least = tl.minimum(error, least)
+    factor, least = tl.full(amax.shape, 1.0, tl.float32), _error(scaled, 1.0, LEVELS, SIZE)
+    for i in tl.static_range(1, 6):
+        error = _error(scaled, (10 - i) / 10, LEVELS, SIZE)
+        factor = tl.where(error < least, (10 - i) / 10, factor)
+        least = tl.minimum(error, least)
     return factor
 
 
