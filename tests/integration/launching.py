@@ -143,9 +143,12 @@ class Launcher:
     ) -> subprocess.Popen[str]:
         """Start it; ``new_session`` puts it and all that it starts into a process group of their own."""
         command = ["-m", "experiments.training.launch", "--config", str(self.config(values))]
-        return self._start([*command, "--results", str(self.results), *options], new_session=new_session)
+        command += ["--results", str(self.results), *options]
+        return self._start(command, new_session=new_session, output=output)
 
-    def _start(self, arguments: list[str], *, new_session: bool = False) -> subprocess.Popen[str]:
+    def _start(
+        self, arguments: list[str], *, new_session: bool = False, output: Any = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         path = os.pathsep.join((str(ROOT), str(self.folder)))
         return subprocess.Popen(
             [sys.executable, *arguments],
