@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc import EDGCConfig
 from edgc.ddp import Handle
 from edgc.errors import UserError
-from edgc.integrations import metrics
+from edgc.integrations import common, metrics, torchtitan
 from edgc.integrations.common import load, register, save
 from tests.workers import refused, run_workers, said
 
@@ -41,6 +42,45 @@ class FullyShardedDataParallel(torch.nn.Module):
 def test_what_is_under_neither_ddp_nor_fsdp2_is_refused_with_what_it_is(model: torch.nn.Module, words: str) -> None:
     with pytest.raises(UserError, match=words):
         register(model, CONFIG, iterations=9, scaler=None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model_parts": [torch.nn.Linear(2, 2)] * 2}, "several pipeline stages .*pipeline_parallel_degree: 1"),
+        ({"model_parts": [SimpleNamespace(_skip_lm_head=True)]}, "ChunkedLossWrapper .*CrossEntropyLoss"),
+        ({"device": torch.device("cuda")}, "CUDA graph.*disable_cuda_graphs"),
+        ({}, "one process has no gradients to average"),
+    ],
+)
+def test_what_torchtitan_is_set_to_and_cannot_be_compressed_is_refused(changed: dict[str, Any], words: str) -> None:
+    training = SimpleNamespace(steps=9, disable_cuda_graphs=False)
+    usual = {"model_parts": [torch.nn.Linear(2, 2)], "device": torch.device("cpu"), "gradient_accumulation_steps": 1}
+    trainer = SimpleNamespace(**{**usual, **changed}, config=SimpleNamespace(training=training))
+    with pytest.raises(UserError, match=words):
+        torchtitan.register(trainer, CONFIG)
+
+
+def test_a_torchtitan_trainer_logs_and_saves_what_was_registered_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (SimpleNamespace(active=True, sent=sent) for sent in (1.0, 2.0))
+    handles, logged = iter((first, second)), list[dict[str, float]]()
+    monkeypatch.setattr(common, "register", lambda *_, **__: next(handles))
+    monkeypatch.setattr(common, "metrics", lambda handle: {"edgc_bytes": handle.sent})
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(training=SimpleNamespace(steps=9, disable_cuda_graphs=True)),
+        model_parts=[torch.nn.Linear(2, 2)],
+        device=torch.device("cpu"),
+        gradient_accumulation_steps=1,
+        checkpointer=SimpleNamespace(enable=True, states={}),
+        metrics_processor=SimpleNamespace(log=lambda step, extra_metrics=None: logged.append(extra_metrics)),
+    )
+    torchtitan.register(trainer, CONFIG)
+    trainer.metrics_processor.log(1)
+    first.active = False
+    torchtitan.register(trainer, CONFIG)
+    trainer.metrics_processor.log(2, extra_metrics={"lr": 0.5})
+    assert logged == [{"edgc_bytes": 1.0}, {"lr": 0.5, "edgc_bytes": 2.0}]
+    assert trainer.checkpointer.states == {"edgc": second}
 
 
 def prepared() -> tuple[Any, Handle]:
