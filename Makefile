@@ -36,7 +36,7 @@ $(foreach goal,$(filter-out $(GOALS) $(VENV)/.complete,$(MAKECMDGOALS)),$(error 
 .PHONY: help
 help: ## list the targets and settings
 	@printf 'Usage: make TARGET [SCALE=%s] [CORES=%s] [RESULTS=%s]\n\n' '$(SCALE)' '$(CORES)' '$(RESULTS)'
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: reproduce
 reproduce: venv ## run the main studies, then figures, claims and report; a second call does only what is missing

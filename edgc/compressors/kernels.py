@@ -1,4 +1,4 @@
-"""When the kernels of :mod:`edgc.runtime.block_kernels` quantise in place of torch's operations, which launch dozens.
+"""When the kernels of ``edgc.runtime.block_kernels`` quantise in place of torch's operations, which launch dozens.
 
 On a GPU where there is a ``triton``, or on a CPU with ``TRITON_INTERPRET=1`` in the environment, which is slow. Each
 kind of message is tried first, on every device: what the kernels cannot do or do otherwise stays torch's.

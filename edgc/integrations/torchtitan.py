@@ -47,7 +47,8 @@ def register(trainer: Any, config: EDGCConfig) -> Handle:
 
     @wraps(log)
     def log_more(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        log(*args, extra_metrics={**(extra_metrics or {}), **common.metrics(handle)}, **kwargs)
+        numbers = common.metrics(handle) if handle.active else {}
+        log(*args, extra_metrics={**(extra_metrics or {}), **numbers}, **kwargs)
 
     trainer.metrics_processor.log = log_more
     return handle

@@ -27,6 +27,8 @@ def _train(rank: int, case: Case, folder: str, victim: int, at: int, number: int
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", case.world)
+    store.set(str(rank), "")
+    store.wait([str(each) for each in range(case.world)])  # imports may take some longer than the group waits
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world, timeout=TIMEOUT)
     assert dist.group.WORLD is not None
     trained = Trained(case, dist.group.WORLD, Traffic())

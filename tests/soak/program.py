@@ -1,7 +1,7 @@
 """``make soak``: random training of every method and strategy over 2 and 4 ranks, lost ranks, and kills.
 
-Everything follows from the seed, which is printed first, but for the moments at which kills come. A failure is one line
-with the command that does it again. What was done is written to ``RESULTS/soak/<machine>.json``.
+Everything follows from the seed, which is printed first, but for the moments at which kills come. A failure is one
+line, for a step with the command that does it again. What was done is written to ``RESULTS/soak/<machine>.json``.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
     parser.add_argument("--world", type=int, choices=WORLDS, help="only this number of ranks, and no kills")
     parser.add_argument("--case", type=int, help="only this case (with --world)")
+    parser.add_argument("--longest", type=int, default=LONG, help="steps of a case at most (with --world)")
     parser.add_argument("--results", type=Path, default=Path("results"))
     options = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of what is imported in every process
@@ -101,7 +102,8 @@ def main() -> int:
     print(f"seed {seed}, {len(subjects())} methods and strategies", flush=True)
     if options.world is not None:
         steps = options.steps if options.case is None else 1
-        print(json.dumps(trained(seed, options.world, steps, ends, first=options.case or 0)["total"]))
+        found = trained(seed, options.world, steps, ends, first=options.case or 0, longest=options.longest)
+        print(json.dumps(found["total"]))
         return 0
 
     def ranks() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from edgc.runtime.device import masked_path
 from edgc.runtime.groups import gather_objects
 from tests.integration.ddp_runs import TYPES, WIDTH, batch, wrapped
 from tests.integration.ddp_runs import Case as Options
-from tests.soak.cases import MARKS, Case, case_of
+from tests.soak.cases import LONG, MARKS, Case, case_of
 from tests.soak.traffic import Traffic
 from tests.strategy_cases import adamw, sgd
 
@@ -339,11 +339,12 @@ def work(seed: int, first: int, steps: int, longest: int, ends: float, folder: s
         warnings.simplefilter("ignore")
         while taken < steps and gather_objects(time.time() < ends, group)[0]:
             case = case_of(seed, world, number, longest=longest)
+            again = case.again if longest == LONG else f"{case.again} --longest {longest}"
             where = ""
 
-            def at(step: int, case: Case = case) -> None:
+            def at(step: int, case: Case = case, again: str = again) -> None:
                 nonlocal where
-                where = f"case {case.number} ({case.name}), step {step} of {case.steps}; again: {case.again}"
+                where = f"case {case.number} ({case.name}), step {step} of {case.steps}; again: {again}"
                 note.write_text(where, encoding="utf-8")
                 faulthandler.dump_traceback_later(STILL_SECONDS, exit=True, file=stacks)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc import EDGCConfig
 from edgc.ddp import Handle
 from edgc.errors import UserError
-from edgc.integrations import metrics, torchtitan
+from edgc.integrations import common, metrics, torchtitan
 from edgc.integrations.common import load, register, save
 from tests.workers import refused, run_workers, said
 
@@ -45,22 +45,42 @@ def test_what_is_under_neither_ddp_nor_fsdp2_is_refused_with_what_it_is(model: t
 
 
 @pytest.mark.parametrize(
-    ("parts", "chunked", "recorded", "words"),
+    ("changed", "words"),
     [
-        (2, False, False, "pipeline stages"),
-        (1, True, False, "ChunkedLossWrapper"),
-        (1, False, True, "disable_cuda_graphs"),
+        ({"model_parts": [torch.nn.Linear(2, 2)] * 2}, "several pipeline stages .*pipeline_parallel_degree: 1"),
+        ({"model_parts": [SimpleNamespace(_skip_lm_head=True)]}, "ChunkedLossWrapper .*CrossEntropyLoss"),
+        ({"device": torch.device("cuda")}, "CUDA graph.*disable_cuda_graphs"),
+        ({}, "one process has no gradients to average"),
     ],
 )
-def test_torchtitan_where_backward_is_not_one_in_python_is_refused(
-    parts: int, chunked: bool, recorded: bool, words: str
-) -> None:
-    part = torch.nn.Linear(2, 2)
-    part._skip_lm_head = chunked
-    training = SimpleNamespace(disable_cuda_graphs=not recorded)
-    config, device = SimpleNamespace(training=training), torch.device("cuda")
+def test_what_torchtitan_is_set_to_and_cannot_be_compressed_is_refused(changed: dict[str, Any], words: str) -> None:
+    training = SimpleNamespace(steps=9, disable_cuda_graphs=False)
+    usual = {"model_parts": [torch.nn.Linear(2, 2)], "device": torch.device("cpu"), "gradient_accumulation_steps": 1}
+    trainer = SimpleNamespace(**{**usual, **changed}, config=SimpleNamespace(training=training))
     with pytest.raises(UserError, match=words):
-        torchtitan.register(SimpleNamespace(model_parts=[part] * parts, config=config, device=device), CONFIG)
+        torchtitan.register(trainer, CONFIG)
+
+
+def test_a_torchtitan_trainer_logs_and_saves_what_was_registered_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (SimpleNamespace(active=True, sent=sent) for sent in (1.0, 2.0))
+    handles, logged = iter((first, second)), list[dict[str, float]]()
+    monkeypatch.setattr(common, "register", lambda *_, **__: next(handles))
+    monkeypatch.setattr(common, "metrics", lambda handle: {"edgc_bytes": handle.sent})
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(training=SimpleNamespace(steps=9, disable_cuda_graphs=True)),
+        model_parts=[torch.nn.Linear(2, 2)],
+        device=torch.device("cpu"),
+        gradient_accumulation_steps=1,
+        checkpointer=SimpleNamespace(enable=True, states={}),
+        metrics_processor=SimpleNamespace(log=lambda step, extra_metrics=None: logged.append(extra_metrics)),
+    )
+    torchtitan.register(trainer, CONFIG)
+    trainer.metrics_processor.log(1)
+    first.active = False
+    torchtitan.register(trainer, CONFIG)
+    trainer.metrics_processor.log(2, extra_metrics={"lr": 0.5})
+    assert logged == [{"edgc_bytes": 1.0}, {"lr": 0.5, "edgc_bytes": 2.0}]
+    assert trainer.checkpointer.states == {"edgc": second}
 
 
 def prepared() -> tuple[Any, Handle]:
