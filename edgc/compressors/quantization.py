@@ -179,7 +179,6 @@ class Blocks:
         mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / self.levels)
         self.largest_step = math.ldexp(math.floor(mantissa * 256), exponent - 8)
         self._used: dict[torch.device, Scratch] = {}  # so that it lives as long as somebody may want it again
-        self._kernels: dict[torch.device, ModuleType | None] = {}
 
     def bytes(self, elements: int) -> int:
         """Length of the message of so many entries; they are padded to whole groups of blocks."""
@@ -240,7 +239,7 @@ class Blocks:
                     missed.copy_(part[: end - begin])
 
     def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None:
-        """``out``, flat fp32 and as long as what was packed, becomes ``weight`` times it, or gains that."""
+        """``out``, flat, contiguous, fp32, as long as what was packed, becomes ``weight`` times it, or gains that."""
         if not out.numel():
             return
         if kernels := self.kernels(out.device):
@@ -274,9 +273,7 @@ class Blocks:
 
     def kernels(self, device: torch.device) -> ModuleType | None:
         """What does its work on a device in place of torch's operations, if anything."""
-        if device not in self._kernels:
-            self._kernels[device] = kernels_for(self, device)
-        return self._kernels[device]
+        return kernels_for(self, device)
 
     def _views(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The steps of a message (bfloat16, one a block) and the bytes of its words (int8, groups x width x size)."""

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -298,6 +299,24 @@ def test_kernels_that_do_not_do_are_named_once_and_left_out(
         assert torch.equal(through(x, Blocks(8)), expected)
     kernels.calls.clear()
     assert torch.equal(through(x, Blocks(8)), expected) and not kernels.calls
+
+
+@pytest.mark.parametrize("error", ["OSError", "ImportError"])
+def test_a_triton_that_cannot_be_imported_is_named_once_and_left_out(
+    error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "triton.py").write_text(f"raise {error}('no libcuda')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"] + ["edgc.runtime.block_kernels"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("edgc.runtime.block_kernels", raising=False)
+    monkeypatch.setattr("edgc.compressors.kernels._tried", {})
+    x = normal(700)
+    expected = through(x, Blocks(8))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.warns(UserWarning, match="8 bits on cpu, torch's are: no libcuda$") as warned:
+        assert all(torch.equal(through(x, Blocks(8)), expected) for _ in range(2))
+    assert len(warned) == 1
 
 
 def test_what_rounds_at_random_and_e4m3_have_no_kernels(stand: Callable[[str], Stand]) -> None:
