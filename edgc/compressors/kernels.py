@@ -6,7 +6,6 @@ kind of message is tried first, on every device: what the kernels cannot do or d
 
 from __future__ import annotations
 
-import os
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -25,8 +24,7 @@ def kernels_for(blocks: Blocks, device: torch.device) -> ModuleType | None:
     Warns:
         UserWarning: once, if there is a ``triton`` and it does not do.
     """
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if blocks.stochastic or not blocks.has_kernels or not (interpreted or device.type == "cuda"):
+    if blocks.stochastic or not blocks.has_kernels or device.type not in ("cpu", "cuda"):
         return None
     key = (device, blocks.bits)
     if key not in _tried:
