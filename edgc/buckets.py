@@ -37,8 +37,8 @@ from edgc.runtime.device import host_decides, own_modes
 
 GATHER = (25 << 20, 100 << 20)
 """Bytes of gradients, of the first group of buckets and of every later one, that are reduced together where launching
-costs: the first is to be on its way soon; with the other launching is hidden (``docs/gpu.md``). What an operation is
-launched for are the matrices of one shape, so their number does not count, as long as there are bytes."""
+costs: the first is to be on its way soon, the other is the quicker of two sizes of DDP's (``docs/gpu.md``). What an
+operation is launched for are the matrices of one shape, so their number does not count, as long as there are bytes."""
 Layout = list[list[str]]
 Part = tuple[list[Gradient], "Bucket | None"]
 Reduction = tuple[Steps, list[Part]]
@@ -224,11 +224,12 @@ class BucketWorker:
         """Take in a bucket, and start to reduce what has been gathered once that is enough."""
         self._current.append([gradient.name for gradient in gradients])
         self._gathered.append((gradients, bucket))
-        size = sum(gradient.tensor.nbytes for part, _ in self._gathered for gradient in part)
         # What goes dense is launched once, and from where it lies only if that is one bucket.
-        waits = self._gathers and self.engine.compresses
-        if not waits or size >= GATHER[len(self._current) > len(self._gathered)]:
-            self._start()
+        if self._gathers and self.engine.compresses:
+            size = sum(gradient.tensor.nbytes for part, _ in self._gathered for gradient in part)
+            if size < GATHER[len(self._current) > len(self._gathered)]:
+                return
+        self._start()
 
     def _start(self) -> None:
         """Start to reduce what has been gathered."""

@@ -7,8 +7,9 @@ calls :meth:`Engine.end_iteration` once all buckets of the iteration are done. W
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from edgc.compressors.base import Steps
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.control.controller import Decision, Plan
+from edgc.errors import UserError
 from edgc.monitor import Iteration, Matrix, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 from edgc.runtime.device import own_modes
@@ -31,6 +33,25 @@ Shards = Sequence[torch.Tensor]
 Reduction = tuple[Gradients, Channel, Compressor, int | None]
 _THROUGH = 1  # to a method without ranks the number says only that it is to compress
 _STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate")
+
+
+class Scaler(Protocol):
+    """The part of a ``GradScaler`` that is used here."""
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` times the loss scale."""
+
+
+def loss_scale(scaler: Scaler, device: torch.device, *, where: str) -> float:
+    """The scale that ``scaler`` multiplies losses with; on a GPU the host waits for it.
+
+    Raises:
+        UserError: if that is not finite and above 0.
+    """
+    scale = float(scaler.scale(torch.ones((), dtype=torch.float32, device=device)))
+    if not 0 < scale < math.inf:
+        raise UserError(f"the loss scale is {scale}", where=where, fix="use a finite scale above 0")
+    return scale
 
 
 class Engine:

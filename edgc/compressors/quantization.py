@@ -273,7 +273,7 @@ class Blocks:
         return self._views(message)[0].amax().isfinite()
 
     def kernels(self, device: torch.device) -> ModuleType | None:
-        """What does its work on a device in place of torch's operations, if anything."""
+        """The kernels that quantise on a device in place of torch's operations, if any."""
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return None
         return kernels_for(self, device)

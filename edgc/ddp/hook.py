@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,19 +40,12 @@ from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_f
 from edgc.checks import need
 from edgc.compressors import Gradient
 from edgc.control.controller import Decision
-from edgc.engine import Engine, Iteration
+from edgc.engine import Engine, Iteration, Scaler, loss_scale
 from edgc.errors import UserError, copied
 from edgc.runtime.groups import all_here
 
 PATIENCE = timedelta(seconds=10)
 """For ranks that may be lost."""
-
-
-class Scaler(Protocol):
-    """The part of a ``GradScaler`` that is used here."""
-
-    def scale(self, outputs: Any) -> Any:
-        """``outputs`` times the loss scale."""
 
 
 class Slot:
@@ -273,10 +266,7 @@ class Handle:
         """Loss scale of this iteration; None if it is known already or nobody knows it."""
         if self._scaler is None or (self._worker.inline and self._worker.busy):
             return None
-        scale = float(self._scaler.scale(torch.ones((), dtype=torch.float32, device=device)))
-        if not 0 < scale < math.inf:
-            raise UserError(f"the loss scale is {scale}", where="edgc.ddp", fix="use a finite scale above 0")
-        return scale
+        return loss_scale(self._scaler, device, where="edgc.ddp")
 
     def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to average a bucket; DDP calls this in the same order of buckets on every rank."""

@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from edgc.checks import dotted, integer
 from edgc.compressors.base import compressible
 from edgc.config import CompressingConfig, EDGCConfig
-from edgc.ddp.hook import Handle, Scaler, Slot, hook, matrix_shape
+from edgc.ddp.hook import Handle, Slot, hook, matrix_shape
 from edgc.ddp.strategy import StrategyHandle
-from edgc.engine import Engine, Matrix
+from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,12 @@ from torch import Tensor, nn
 from edgc.checkpoints.saved_state import refuse_other_parameters, state_for
 from edgc.checks import need
 from edgc.control.controller import Decision
-from edgc.engine import Iteration
+from edgc.engine import Iteration, loss_scale
 from edgc.errors import UserError
 from edgc.fsdp.state import Place, Saved
 from edgc.fsdp.units import Layout, ShardsOnly, Unit, outputs
 from edgc.fsdp.whole import WholeMatrices
 from edgc.runtime.device import HostCopy, own_modes
-
-
-class Scaler(Protocol):
-    """The part of a ``GradScaler`` that is used here."""
-
-    def scale(self, outputs: Any) -> Any:
-        """``outputs`` times the loss scale."""
 
 
 class Handle:
@@ -124,7 +117,7 @@ class Handle:
         if not self._seen:
             self.settle()
             if self._scaler is not None:
-                self.engine.rescale(float(self._scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))))
+                self.engine.rescale(loss_scale(self._scaler, self._device, where="edgc.fsdp"))
         if id(unit) in self._seen:
             what = f"the unit of {unit.name} was reduced twice in one backward"
             fix = "call set_requires_gradient_sync(False) until the last use of it"

@@ -14,10 +14,10 @@ from edgc.checks import dotted, integer
 from edgc.compressors.base import compressible
 from edgc.config import EDGCConfig
 from edgc.control.adaptive import NO_MATRIX
-from edgc.engine import Engine, Matrix
+from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
-from edgc.fsdp.handle import Handle, Scaler
+from edgc.fsdp.handle import Handle
 from edgc.fsdp.scatter import ScatterHandle, refuse_method
 from edgc.fsdp.strategy import StrategyHandle
 from edgc.fsdp.strategy import refuse as refuse_strategy
@@ -98,7 +98,7 @@ def _compressed(unit: Unit, config: EDGCConfig) -> list[Part]:
 def _matrices(
     units: Sequence[Unit], config: EDGCConfig, owners: Mapping[str, int], looked_up: set[str]
 ) -> list[Matrix]:
-    """What is compressed on any rank, whole matrices and shards as large as the first rank's: equal on all ranks."""
+    """Matrices that are compressed on any rank, whole or shards as large as the first rank's: equal on all ranks."""
     found = []
     for unit in units:
         bits = 8 * unit.dtype.itemsize

@@ -55,7 +55,7 @@ class Slot:
 
 
 class ScatterEngine:
-    """What :class:`~edgc.engine.Engine` is to all-reduces, for reduce-scatters: of one rank, without ranks to decide.
+    """Counterpart of :class:`~edgc.engine.Engine` for reduce-scatters: of one rank, without ranks to decide.
 
     Args:
         config: of a method that quantises, or none.

@@ -18,7 +18,7 @@ Saved = Mapping[str, bytes]
 
 
 class Place(NamedTuple):
-    """What a rank's state is of.
+    """Part of the model, and replica, that a rank's state belongs to.
 
     Attributes:
         part: of the model that this rank holds.
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> Place:
-        """Of a shard that several replicas have."""
+        """The place of this rank's shard, which several replicas have."""
         assert layout.replicas is not None
         part = f"shard{layout.shards.rank()}of{layout.shards.size()}"
         return cls(part, layout.replicas.rank(), layout.replicas.size())
