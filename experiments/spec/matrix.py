@@ -16,8 +16,9 @@ A study file (all keys: :class:`experiments.spec.study.Study`)::
 
 With ``settings`` a variant is called ``SETTING_VARIANT``, and ``branch`` and ``follows`` name one of the same setting,
 which lacks the variants that are null there.
-``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`). A
-variant that branches from another one or follows it needs that one's run of each of its seeds.
+``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`); with
+``driver: rehearsal`` it is left out, for there all begin alike to the last bit without it. A variant that branches from
+another one or follows it needs that one's run of each of its seeds.
 ``studies/frozen`` holds studies that are no longer run, each with the commit that computed its tables (``frozen``).
 ``extends: NAME`` lays the file over ``experiments/studies/bases/NAME.yaml``; there ``key: null`` takes a key away.
 """
@@ -140,7 +141,8 @@ def runs(study: str, scale: str) -> list[RunConfig]:
             if scale not in definition.scales:
                 values = fitted(values)
             values = {"label": variant, **values, "study": study, "scale": scale, "variant": variant, "seed": seed}
-            if variant == values.get("branch") or (values.get("compression") or {}).get("method") != "edgc":
+            others = variant != values.get("branch") and values.get("driver") != "rehearsal"
+            if not others or (values.get("compression") or {}).get("method") != "edgc":
                 values.pop("branch", None)
             configs.append(resolve(_in_setting(values, place) if place else values, where))
             check_run(configs[-1], where)
