@@ -4,8 +4,8 @@ An *estimate* is of the ``last`` weights, of the mean of the losses of the last 
 mean of their ``weights``, each over the first ``tokens`` of the validation text
 (:class:`experiments.spec.settings.FinalConfig`). All are of the same runs, so that they differ in nothing else.
 
-Two runs of one seed and one learning rate are a *pair*: every one against no compression, and those that branch from
-one start against each other. The difference is the first one's loss less the second one's, in nats.
+Two runs of one seed and one learning rate are a *pair*: every one against no compression, and those of method ``edgc``,
+which begin alike without compression, against each other. The difference is the first one's loss less the second one's, in nats.
 """
 
 from __future__ import annotations
@@ -81,19 +81,13 @@ def estimates(run: Run) -> list[dict[str, Any]]:
 
 
 def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Variants that are compared, by a run of each: one learning rate, and no compression or the same start."""
+    """Variants that are compared, by a run of each: one learning rate, and no compression or the same start of method ``edgc``."""
     variants = sorted({run.variant: run for run in runs}.values(), key=lambda run: not run.plain)
     return [
         (run, other)
         for other, run in itertools.combinations(variants, 2)
-        if rate(run) == rate(other) and (other.plain or trunk(run) == trunk(other) is not None)
+        if rate(run) == rate(other) and (other.plain or run.method == other.method == "edgc")
     ]
-
-
-def trunk(run: Run) -> str | None:
-    """The variant from whose start a run goes on, itself where others go on from it; None where neither is so."""
-    kept = run.config["train"].get("keep_warm_up", False)
-    return run.config.get("branch") or (run.variant if kept else None)
 
 
 def spread(run: Run, other: Run, found: pd.DataFrame) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 @pytest.mark.costly
 def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Launcher) -> None:
-    train = {"iterations": 60, "checkpoint_interval": 5, "global_batch": 4}
+    train = {"iterations": 30, "checkpoint_interval": 6, "global_batch": 4}
     one, two = (
         changed(variant=variant, parallel={"pipeline": 1, "data": 2}, train=train) for variant in ("one", "two")
     )
@@ -69,7 +69,7 @@ def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Laun
 
     # A rank of the second node is killed: both launchers end, nothing is published.
     launchers = over_two_nodes(launcher, two)
-    wait_for_steps(launcher.path(two), 12)
+    wait_for_steps(launcher.path(two), 8)
     os.kill(ranks_of(launchers[1].pid)[0], signal.SIGKILL)
     ends = end_of(launchers)
     assert [code for code, _ in ends] == [1, 0], ends
@@ -78,7 +78,7 @@ def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Laun
 
     # The first node dies as a whole.
     launchers = over_two_nodes(launcher, two)
-    wait_for_steps(launcher.path(two), 24)
+    wait_for_steps(launcher.path(two), 16)
     os.kill(launchers[0].pid, signal.SIGKILL)
     (first, _), (second, stderr) = end_of(launchers)
     assert (first, second) == (-signal.SIGKILL, 1), stderr

@@ -27,8 +27,7 @@ def replicas(variant: str, **sections: Any) -> dict[str, Any]:
 
 
 ALIKE: dict[str, dict[str, Any]] = {
-    "none": {"train": {"final": {"evaluations": 3, "every": 2, "batches": 3}}},
-    "edgc": {"compression": EDGC},
+    "edgc": {"compression": EDGC, "train": {"final": {"evaluations": 3, "every": 2, "batches": 3}}},
     "muon": {"train": {"optimizer": "muon", "matrix_lr": 0.02}},
 }
 DRIVERS = ("processes", "rehearsal")

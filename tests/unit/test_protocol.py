@@ -32,7 +32,7 @@ def ended(variant: str, seed: int, losses: dict[int, list[float]], mean: dict[in
             for tokens, values in losses.items() for k, loss in enumerate(values)]  # fmt: skip
     rows += [{"iteration": 200, "weights": "mean", "tokens": tokens, "loss": loss} for tokens, loss in mean.items()]
     train = {"iterations": 200, "lr": 1e-3, "final": {"evaluations": 3, "every": 10, "batches": 6}}
-    return run(variant, seed, events={"final": rows}, train=train | more.pop("train", {}), **more)
+    return run(variant, seed, events={"final": rows}, train=train, **more)
 
 
 RANK = {"method": "edgc", "policy": "fixed", "rank": 8}
@@ -46,8 +46,7 @@ def planted() -> list[Run]:
         # In the mean of the three evaluations the deviation of the last one is a third, on all tokens none is left.
         losses = {FEW: [5.225, 5.145, 5.02 + 0.006 * shape], ALL: [5.22 - 0.003 * shape, 5.15, 5.02 + 0.003 * shape]}
         mean = {FEW: 4.92 + 0.001 * shape, ALL: 4.92 + 0.0005 * shape}
-        train = {"keep_warm_up": True}
-        runs.append(ended("r8", seed, losses, mean, compression=RANK, label="rank 8", train=train))
+        runs.append(ended("r8", seed, losses, mean, compression=RANK, label="rank 8"))
     return runs
 
 
@@ -108,12 +107,11 @@ def test_a_variant_of_which_no_seed_has_a_result_stays_with_no_deviation() -> No
 
 def test_pairs_have_one_rate_and_no_compression_or_one_start() -> None:
     def item(variant: str, lr: float, **more: Any) -> Run:
-        return run(variant, train={"iterations": 200, "lr": lr, **more.pop("train", {})}, **more)
+        return run(variant, train={"iterations": 200, "lr": lr}, **more)
 
     rank = {"compression": RANK}
     runs = [item("first", 1e-3, compression={"method": "powersgd", "rank": 8}), item("none", 1e-3)]
-    runs += [item("r16", 1e-3, train={"keep_warm_up": True}, **rank), item("r8", 1e-3, branch="r16", **rank)]
-    runs += [item("slow_none", 5e-4), item("slow_r8", 5e-4, branch="slow_r16", **rank)]
+    runs += [item("r16", 1e-3, **rank), item("r8", 1e-3, **rank), item("slow_none", 5e-4), item("slow_r8", 5e-4, **rank)]
     found = {(one.variant, other.variant) for one, other in protocol.pairs(runs)}
     against_none = {("first", "none"), ("r16", "none"), ("r8", "none"), ("slow_r8", "slow_none")}
     assert found == against_none | {("r8", "r16")}
@@ -130,7 +128,7 @@ def test_the_study_has_a_pair_for_everything_that_is_asked() -> None:
 
 
 def test_the_figure_shows_pairs_of_many_seeds_and_names_the_estimate_that_varies_least(tmp_path: Path) -> None:
-    few = [ended("r4", seed, **PLAIN, compression=RANK, branch="r8", label="rank 4") for seed in SEEDS[:3]]
+    few = [ended("r4", seed, **PLAIN, compression=RANK, label="rank 4") for seed in SEEDS[:3]]
     write_table(tmp_path / "protocol" / "spread.csv", protocol.tables([*planted(), *few])["spread"])
     fig = figure.draw(tmp_path)
     [panel] = fig.axes
@@ -144,4 +142,4 @@ def test_the_figure_shows_pairs_of_many_seeds_and_names_the_estimate_that_varies
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in config.model_dump().items() if key in ("train", "compression", "branch")}
+    return {key: value for key, value in config.model_dump().items() if key in ("train", "compression")}
