@@ -10,6 +10,7 @@ timed in every round. The model is :mod:`experiments.simulation.iteration_model`
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,47 +151,61 @@ class Compute:
     complete: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Link:
-    """A collective of one kind in which a rank sends n bytes takes ``latency`` + n / ``bandwidth`` seconds."""
+    """A collective of one kind, by timed ones.
 
-    latency: float
-    bandwidth: float
+    Attributes:
+        points: (bytes that a rank sends, seconds), ascending in the bytes, which begin at 0. Between them a line, and
+            beyond the last the line through the last two. One line through all would not do: a limit lets the first
+            bytes of a message through at once (:func:`experiments.bench.testbed.burst`), so large ones are slower.
+    """
+
+    points: tuple[tuple[float, float], ...]
 
     @classmethod
-    def fit(cls, probes: Sequence[tuple[float, float]]) -> Link:
-        """The line through (bytes sent, seconds) with the least relative errors; its latency is not negative."""
-        sent, seconds = (np.array(column, dtype=float) for column in zip(*probes, strict=True))
-        matrix = np.stack([1 / seconds, sent / seconds], axis=1)
-        (latency, slope), *_ = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)
-        if latency < 0:
-            latency, slope = 0.0, float(np.sum(sent / seconds) / np.sum((sent / seconds) ** 2))
-        return cls(latency=float(latency), bandwidth=float(1 / slope))
+    def through(cls, probes: Iterable[tuple[float, float]], latency: float = 0.0) -> Link:
+        """The link through timed (bytes, seconds), of which nothing takes ``latency`` seconds, but at most as long as
+        the fewest bytes."""
+        timed = sorted(probes)
+        return cls(((0.0, min(latency, timed[0][1])), *timed))
 
     def seconds(self, sent: float) -> float:
         """Seconds of a message of so many bytes."""
-        return self.latency + sent / self.bandwidth
+        sizes = [size for size, _ in self.points[1:-1]]
+        place = bisect_left(sizes, sent)
+        (low, first), (high, second) = self.points[place : place + 2]
+        return first + (second - first) * (sent - low) / (high - low)
 
-    def columns(self) -> dict[str, float]:
-        """Its columns in a table of predictions."""
-        return {"link_latency": self.latency, "link_bandwidth": self.bandwidth}
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of what a message has more than the largest that was timed."""
+        (low, first), (high, second) = self.points[-2:]
+        return (high - low) / (second - first)
 
 
 Links = Mapping[str, Link]  # by kind of message
 Messages = Sequence[Sequence[collectives.Message]]  # per bucket or stage, what a rank sends, collective by collective
 
 
-def links_of(probes: pd.DataFrame) -> dict[str, Link]:
-    """Links by kind from timed collectives (columns ``kind``, ``bytes``, ``seconds``); medians of each size count."""
-    medians = probes.groupby(["kind", "bytes"])["seconds"].median().reset_index("bytes")
-    return {
-        str(kind): Link.fit(list(part.itertuples(index=False, name=None))) for kind, part in medians.groupby("kind")
-    }
+def links_of(probes: pd.DataFrame, rate: float) -> dict[str, Link]:
+    """Links by kind at a limit from timed collectives (columns ``mbit_per_s``, ``kind``, ``bytes``, ``seconds``);
+    medians of each size count, and the latency is that of a line through those without a limit, which have no burst."""
+    medians = probes.groupby(["mbit_per_s", "kind", "bytes"])["seconds"].median()
+    kinds = medians.index.unique("kind")
+    return {str(kind): Link.through(medians[rate, kind].items(), latency(medians[FREE, kind])) for kind in kinds}
+
+
+def latency(timed: pd.Series) -> float:
+    """Seconds of nothing, not negative: the line through (bytes, seconds) with the least relative errors."""
+    matrix = np.stack([1 / timed, timed.index / timed], axis=1)
+    found, _ = np.linalg.lstsq(matrix, np.ones(len(timed)), rcond=None)[0]
+    return max(0.0, float(found))
 
 
 def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[tuple[float, float], ...]:
-    """Latency and further seconds of one bucket's messages."""
-    return tuple((links[kind].latency, size / links[kind].bandwidth) for kind, size in sent if size)
+    """One bucket's messages as :class:`~experiments.simulation.iteration_model.Bucket` has them."""
+    return tuple((0.0, links[kind].seconds(size)) for kind, size in sent if size)
 
 
 def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
@@ -210,7 +225,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         behind = part if messages else 0.0
         buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
     stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
-    return iterate((stage,), 1, overlap=True, after=compute.rest).seconds
+    return iterate((stage,), 1, overlap=True, after=compute.rest, one_machine=True).seconds
 
 
 def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:
@@ -248,9 +263,9 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     for workers, rounds in data.rounds.groupby("workers"):
         probes = data.probes[data.probes["workers"] == workers]
         free = rounds[rounds["mbit_per_s"] == FREE]
-        free_compute, free_links = compute_of(free), links_of(probes[probes["mbit_per_s"] == FREE])
+        free_compute, free_links = compute_of(free), links_of(probes, FREE)
         for rate, part in rounds.groupby("mbit_per_s"):
-            compute, links = compute_of(part), links_of(probes[probes["mbit_per_s"] == rate])
+            compute, links = compute_of(part), links_of(probes, float(rate))
             for name in METHODS:
                 sent = data.sent[str(workers)][name]
                 alone = float(free[free["method"] == name]["seconds"].median())
@@ -262,7 +277,7 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
                     | {"method": name, "used": used, "bytes": sum(map(total_bytes, sent))}
                     | compared(seconds, predict(compute, sent, links, extra))
                     | {"seconds_compute": compute.forward + compute.backward + compute.rest, "seconds_overhead": extra}
-                    | links[ALL_REDUCE].columns()
+                    | {"link_bandwidth": links[ALL_REDUCE].bandwidth}
                 )
     return {"steps": pd.DataFrame(rows), "steps_rounds": data.rounds, "steps_probes": data.probes}
 
