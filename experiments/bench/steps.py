@@ -27,7 +27,7 @@ from experiments.bench.gpt import Options, Size
 from experiments.bench.terminal import ROUNDS, Positive, Rate, Say, schedule, spread
 from experiments.bench.testbed import Testbed
 from experiments.bench.workers import Group, ranks
-from experiments.simulation.iteration_model import Bucket, Stage, iterate
+from experiments.simulation.iteration_model import BESIDE, Bucket, Stage, iterate
 
 ON_TESTBED = True
 SHOWN = "workers mbit_per_s method used seconds seconds_predicted error"
@@ -47,6 +47,7 @@ METHODS: dict[str, Options] = {
 PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)
 PROBE_ROUNDS = 5  # gloo's exchanges take one of two times, so some are needed for the median
 FREE = 0.0  # no limit, in the tables
+SHARES = tuple(round(0.05 * step, 2) for step in range(6, 21))  # that are tried where BESIDE is fitted
 
 
 class Plan(terminal.Plan):
@@ -208,7 +209,7 @@ def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[tupl
     return tuple((0.0, links[kind].seconds(size)) for kind, size in sent if size)
 
 
-def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
+def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0, beside: float = BESIDE) -> float:
     """Seconds of a step.
 
     Args:
@@ -216,6 +217,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         overhead: seconds of the processor in a step, beside the compute. They are spread over the buckets as these
             were cut, and within a bucket evenly: before its messages, between them (a second factor is computed from
             the mean of the first) and after them. What comes before and between delays backward.
+        beside: as of :func:`~experiments.simulation.iteration_model.iterate`.
     """
     shares = np.diff([0.0, *compute.complete])
     buckets = []
@@ -225,14 +227,14 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         behind = part if messages else 0.0
         buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
     stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
-    return iterate((stage,), 1, overlap=True, after=compute.rest, one_machine=True).seconds
+    return iterate((stage,), 1, overlap=True, after=compute.rest, one_machine=True, beside=beside).seconds
 
 
-def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:
+def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float, beside: float = BESIDE) -> float:
     """Seconds that a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
 
     def missing(overhead: float) -> float:
-        return seconds - predict(compute, sent, links, overhead)
+        return seconds - predict(compute, sent, links, overhead, beside)
 
     if missing(0.0) <= 0:
         return 0.0
@@ -259,6 +261,11 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
 
     ``used``: ``calibration`` (no limit, and the step without communication) or ``validation``.
     """
+    return {"steps": predictions(data), "steps_rounds": data.rounds, "steps_probes": data.probes}
+
+
+def predictions(data: Measurements, beside: float = BESIDE) -> pd.DataFrame:
+    """The first of :func:`tables`."""
     rows = []
     for workers, rounds in data.rounds.groupby("workers"):
         probes = data.probes[data.probes["workers"] == workers]
@@ -269,17 +276,17 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
             for name in METHODS:
                 sent = data.sent[str(workers)][name]
                 alone = float(free[free["method"] == name]["seconds"].median())
-                extra = 0.0 if name == COMPUTE else overhead_of(free_compute, sent, free_links, alone)
+                extra = 0.0 if name == COMPUTE else overhead_of(free_compute, sent, free_links, alone, beside)
                 used = "calibration" if rate == FREE or name == COMPUTE else "validation"
                 seconds = part[part["method"] == name]["seconds"]
                 rows.append(
                     {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
                     | {"method": name, "used": used, "bytes": sum(map(total_bytes, sent))}
-                    | compared(seconds, predict(compute, sent, links, extra))
+                    | compared(seconds, predict(compute, sent, links, extra, beside))
                     | {"seconds_compute": compute.forward + compute.backward + compute.rest, "seconds_overhead": extra}
                     | {"link_bandwidth": links[ALL_REDUCE].bandwidth}
                 )
-    return {"steps": pd.DataFrame(rows), "steps_rounds": data.rounds, "steps_probes": data.probes}
+    return pd.DataFrame(rows)
 
 
 def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
@@ -290,7 +297,25 @@ def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
 
 def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:
     """Messages of every method; number of validated configurations, median and largest absolute error of their
-    predictions."""
+    predictions; and how these come out where :data:`BESIDE` is fitted to others."""
+    return {"sent": data.sent, "summary": summary(table), "held_out": held_out(data)}
+
+
+def summary(table: pd.DataFrame) -> dict[str, float]:
+    """Number of validated configurations, median and largest absolute error of their predictions."""
     errors = table[table["used"] == "validation"]["error"].abs()
-    summary = {"configurations": len(errors), "median_error": errors.median(), "worst_error": errors.max()}
-    return {"sent": data.sent, "summary": summary}
+    return {"configurations": len(errors), "median_error": errors.median(), "worst_error": errors.max()}
+
+
+def held_out(data: Measurements) -> dict[str, dict[str, float]]:
+    """By number of workers: the share ``beside`` that leaves the steps of the other numbers of workers with the least
+    median error, and with it the share of its own steps that took longer than predicted, and their median absolute
+    error. Of one number of workers alone nothing is held out."""
+    tables = {share: predictions(data, share).query("used == 'validation'") for share in SHARES}
+    found = {}
+    for workers in data.rounds["workers"].unique() if data.rounds["workers"].nunique() > 1 else ():
+        others = {share: table[table["workers"] != workers]["error"] for share, table in tables.items()}
+        best = min(SHARES, key=lambda share: abs(others[share].median()))
+        errors = tables[best][tables[best]["workers"] == workers]["error"]
+        found[str(workers)] = {"beside": best, "low": (errors < 0).mean(), "median_error": errors.abs().median()}
+    return found

@@ -112,6 +112,7 @@ def iterate(
     overlap: bool = False,
     after: float = 0.0,
     one_machine: bool = False,
+    beside: float = BESIDE,
 ) -> Iteration:
     """Play one iteration.
 
@@ -120,11 +121,12 @@ def iterate(
         overlap: a bucket is reduced as soon as it is complete, beside backward; else after the stage's last step.
             Compression still takes the device: what is compressed during backward lengthens it.
         after: seconds after the last reduction: embedding all-reduce, gradient norm, optimizer.
-        one_machine: whether all ranks share the cores and cables of one machine.
+        one_machine: whether all ranks share the cores and cables of one machine; there messages advance at ``beside``
+            of their speed while backward has the cores.
     """
     spans = (_play_on_one_machine if one_machine else _play)(stages, micro_batches)
-    beside = BESIDE if one_machine else 1.0
-    ends = [reduce(stage, line, overlap=overlap, beside=beside) for stage, line in zip(stages, spans, strict=True)]
+    share = beside if one_machine else 1.0
+    ends = [reduce(stage, line, overlap=overlap, beside=share) for stage, line in zip(stages, spans, strict=True)]
     computed, reduced = zip(*ends, strict=True)
     return Iteration(tuple(tuple(line) for line in spans), computed, reduced, after)
 

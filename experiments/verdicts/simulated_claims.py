@@ -14,7 +14,7 @@ import pandas as pd
 
 from experiments.verdicts.measured import Measured, Place, join, numbers, read
 
-EXPOSED, LATE = "the exposed time", "with warm-up as late as by the windows of the recorded run"
+EXPOSED, LATE = "the exposed time", "with warm-up as late as by windows of a twentieth of the run"
 
 
 def _cluster(root: Path, column: str, readings: Mapping[str, str], table: str, where: Mapping[str, object]) -> Measured:
@@ -32,7 +32,7 @@ def _cluster(root: Path, column: str, readings: Mapping[str, str], table: str, w
         "median over bandwidths " + ", ".join(f"{text} ({names})" for text, names in _alike(
             {str(name): f"{median:.2g}" for name, median in medians.items()}).items()),
         "entropies of uncompressed runs, the rule of stable entropy on: warm-up ends after "
-        f"{_percent(frame['share_uncompressed'])} of the run, and by the windows of the recorded runs after "
+        f"{_percent(frame['share_uncompressed'])} of the run, and by windows of a twentieth of it after "
         f"{_percent(late['share_uncompressed'])}",
     )  # fmt: skip
     counts = {"bandwidths": frame["gbits_per_second"].nunique(), "entropies": frame["entropy"].nunique()}

@@ -304,9 +304,9 @@ def test_what_is_simulated_is_told_value_by_value_and_neither_supports_nor_refut
     for text in (
         "the rule holds for 2 of 9 values: gpt at 1, 10 Gbit/s;",
         "-46.45 % itself: gpt between 10 and 100 Gbit/s; of the exposed time: the rule holds for 2 of 9 values:",
-        "the windows of the recorded run -47 to -47 %, the rule holds for 9 of 9;",
-        "the windows of the recorded run -40 to -40 %, the rule holds for 0 of 9;",
-        "warm-up ends after 10 % of the run, and by the windows of the recorded runs after 25 %",
+        "by windows of a twentieth of the run -47 to -47 %, the rule holds for 9 of 9;",
+        "by windows of a twentieth of the run -40 to -40 %, the rule holds for 0 of 9;",
+        "warm-up ends after 10 % of the run, and by windows of a twentieth of it after 25 %",
         "at a mean rank assumed half-way -30 to -2 %, -46.45 % at no bandwidth",
     ):  # fmt: skip
         assert text in row["note"]
