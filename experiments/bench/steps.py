@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -255,18 +255,43 @@ def compute_of(rounds: pd.DataFrame) -> Compute:
     return Compute(forward=forward, backward=backward, rest=rest, complete=shares)
 
 
-def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
-    """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction; the
-    rounds and the probes.
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """A number of workers, a limit and a method.
 
-    ``used``: ``calibration`` (no limit, and the step without communication) or ``validation``.
+    Attributes:
+        compute, links: at the limit, and ``free_`` of both without one.
+        sent: messages of a rank, per bucket.
+        alone: seconds of a step without a limit.
+        seconds: of the measured steps.
     """
-    return {"steps": predictions(data), "steps_rounds": data.rounds, "steps_probes": data.probes}
+
+    workers: int
+    rate: float
+    method: str
+    compute: Compute
+    links: Links
+    free_compute: Compute
+    free_links: Links
+    sent: Messages
+    alone: float
+    seconds: pd.Series
+
+    @property
+    def validates(self) -> bool:
+        """Whether nothing of it was used for its prediction."""
+        return self.rate != FREE and self.method != COMPUTE
+
+    def predicted(self, beside: float = BESIDE) -> tuple[float, float]:
+        """(Seconds that the method adds beside its messages, seconds of a step)."""
+        extra = 0.0
+        if self.method != COMPUTE:
+            extra = overhead_of(self.free_compute, self.sent, self.free_links, self.alone, beside)
+        return extra, predict(self.compute, self.sent, self.links, extra, beside)
 
 
-def predictions(data: Measurements, beside: float = BESIDE) -> pd.DataFrame:
-    """The first of :func:`tables`."""
-    rows = []
+def configurations(data: Measurements) -> Iterator[Configuration]:
+    """All that were measured."""
     for workers, rounds in data.rounds.groupby("workers"):
         probes = data.probes[data.probes["workers"] == workers]
         free = rounds[rounds["mbit_per_s"] == FREE]
@@ -274,19 +299,33 @@ def predictions(data: Measurements, beside: float = BESIDE) -> pd.DataFrame:
         for rate, part in rounds.groupby("mbit_per_s"):
             compute, links = compute_of(part), links_of(probes, float(rate))
             for name in METHODS:
-                sent = data.sent[str(workers)][name]
-                alone = float(free[free["method"] == name]["seconds"].median())
-                extra = 0.0 if name == COMPUTE else overhead_of(free_compute, sent, free_links, alone, beside)
-                used = "calibration" if rate == FREE or name == COMPUTE else "validation"
-                seconds = part[part["method"] == name]["seconds"]
-                rows.append(
-                    {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
-                    | {"method": name, "used": used, "bytes": sum(map(total_bytes, sent))}
-                    | compared(seconds, predict(compute, sent, links, extra, beside))
-                    | {"seconds_compute": compute.forward + compute.backward + compute.rest, "seconds_overhead": extra}
-                    | {"link_bandwidth": links[ALL_REDUCE].bandwidth}
-                )
-    return pd.DataFrame(rows)
+                yield Configuration(
+                    workers=int(workers), rate=float(rate), method=name, sent=data.sent[str(workers)][name],
+                    compute=compute, links=links, free_compute=free_compute, free_links=free_links,
+                    alone=float(free[free["method"] == name]["seconds"].median()),
+                    seconds=part[part["method"] == name]["seconds"],
+                )  # fmt: skip
+
+
+def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
+    """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction; the
+    rounds and the probes.
+
+    ``used``: ``calibration`` (no limit, and the step without communication) or ``validation``.
+    """
+    rows = []
+    for case in configurations(data):
+        extra, predicted = case.predicted()
+        compute = case.compute
+        rows.append(
+            {"workers": case.workers, "layout": f"DP{case.workers}", "mbit_per_s": case.rate, "micro_batches": 1}
+            | {"method": case.method, "used": "validation" if case.validates else "calibration"}
+            | {"bytes": sum(map(total_bytes, case.sent))}
+            | compared(case.seconds, predicted)
+            | {"seconds_compute": compute.forward + compute.backward + compute.rest, "seconds_overhead": extra}
+            | {"link_bandwidth": case.links[ALL_REDUCE].bandwidth}
+        )
+    return {"steps": pd.DataFrame(rows), "steps_rounds": data.rounds, "steps_probes": data.probes}
 
 
 def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
@@ -311,11 +350,14 @@ def held_out(data: Measurements) -> dict[str, dict[str, float]]:
     """By number of workers: the share ``beside`` that leaves the steps of the other numbers of workers with the least
     median error, and with it the share of its own steps that took longer than predicted, and their median absolute
     error. Of one number of workers alone nothing is held out."""
-    tables = {share: predictions(data, share).query("used == 'validation'") for share in SHARES}
+    cases = [(case, float(case.seconds.median())) for case in configurations(data) if case.validates]
+    errors = pd.DataFrame(
+        {share: [case.predicted(share)[1] / seconds - 1 for case, seconds in cases] for share in SHARES},
+        index=[case.workers for case, _ in cases],
+    )
     found = {}
-    for workers in data.rounds["workers"].unique() if data.rounds["workers"].nunique() > 1 else ():
-        others = {share: table[table["workers"] != workers]["error"] for share, table in tables.items()}
-        best = min(SHARES, key=lambda share: abs(others[share].median()))
-        errors = tables[best][tables[best]["workers"] == workers]["error"]
-        found[str(workers)] = {"beside": best, "low": (errors < 0).mean(), "median_error": errors.abs().median()}
+    for workers in errors.index.unique() if errors.index.nunique() > 1 else ():
+        best = errors.drop(workers).median().abs().idxmin()
+        own = errors.loc[workers, best]
+        found[str(workers)] = {"beside": float(best), "low": (own < 0).mean(), "median_error": own.abs().median()}
     return found
