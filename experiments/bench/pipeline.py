@@ -3,14 +3,15 @@ pipeline.csv, pipeline.json, from pipeline_rounds.csv and pipeline_probes.csv. W
 
 Megatron trains; activations and gradients share the limited cable of their host. Calibrated without a limit at two
 numbers of micro-batches; predicted under limits at others. Of a limited link nothing is used but messages timed by
-themselves, as in :mod:`experiments.bench.steps`. A stage that sends activations or their gradients waits until they
-have gone, as Megatron's schedule does on a CPU.
+themselves, as in :mod:`experiments.bench.steps`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
@@ -19,7 +20,6 @@ from experiments.bench.collectives import ALL_REDUCE, total_bytes
 from experiments.bench.steps import FREE, Links, Measurements, Messages, compared, links_of, messages_of
 from experiments.simulation.iteration_model import Bucket, Stage, iterate
 
-record = steps.record
 STAGES, REPLICAS = 2, 2
 LAYOUT = f"DP{REPLICAS} x PP{STAGES}"
 SEND = "send"  # the kind of a message from one stage to the next, in the probes
@@ -44,15 +44,12 @@ class Compute:
     """Work of a step.
 
     Attributes:
-        forward, backward: seconds of a micro-batch, per stage.
-        beside: seconds that a stage takes for a micro-batch beside these: code between the passes, and waiting for
-            a core where there are fewer than ranks.
+        forward, backward: seconds of a micro-batch, per stage, where nothing else computes.
         rest: seconds after the gradients are averaged, without messages: gradient norm and optimizer.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    beside: float = 0.0
     rest: float = 0.0
 
 
@@ -78,42 +75,46 @@ def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int
         links: between replicas by the kind of collective, between stages ``SEND``.
         overhead: seconds of the processor that averaging takes, beside its messages.
     """
-    between, last = links[SEND].seconds(traffic.activations), len(traffic.sent) - 1
-    passes = zip(compute.forward, compute.backward, traffic.sent, strict=True)
+    between = links[SEND].seconds(traffic.activations)
     stages = [
         Stage(
-            forward=forward + compute.beside / 2 + (between if index < last else 0.0),
-            backward=backward + compute.beside / 2 + (between if index > 0 else 0.0),
+            forward=forward,
+            backward=backward,
+            to_next=between,
+            to_previous=between,
             buckets=(Bucket(compress=overhead, messages=messages_of(sent, links)),),
         )
-        for index, (forward, backward, sent) in enumerate(passes)
+        for forward, backward, sent in zip(compute.forward, compute.backward, traffic.sent, strict=True)
     ]
     after = compute.rest + (links[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0)
-    return iterate(stages, micro_batches, after=after).seconds
+    return iterate(stages, micro_batches, after=after, one_machine=True).seconds
 
 
 def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
     """Work of the steps in ``rounds``, which have :data:`CALIBRATED` micro-batches.
 
-    Passes and what a micro-batch takes beside them (told by the two numbers of micro-batches) are medians over all
-    methods, which do not differ in them; the rest is what these leave of an uncompressed step.
+    Passes are medians over all methods, which do not differ in them. Four ranks on two cores wait for each other within
+    them, so they are scaled to what more micro-batches add to a step; the rest is what they leave of an uncompressed
+    one.
     """
     forward, backward = (
-        tuple(float(rounds[f"{kind}_{stage}"].median()) for stage in range(STAGES)) for kind in ("forward", "backward")
+        np.array([rounds[f"{kind}_{stage}"].median() for stage in range(STAGES)]) for kind in ("forward", "backward")
     )
     few, many = CALIBRATED
     seconds = rounds.groupby(["method", "micro_batches"])["seconds"].median().unstack()
     added = float((seconds[many] - seconds[few]).median())
-    passes = Compute(forward=forward, backward=backward)
 
-    def missing(beside: float) -> float:
+    def scaled(factor: float) -> Compute:
+        return Compute(forward=tuple(factor * forward), backward=tuple(factor * backward))
+
+    def missing(factor: float) -> float:
         """Seconds that more micro-batches added and the model does not have."""
-        compute = replace(passes, beside=beside)
-        return added - (predict(compute, traffic, links, many) - predict(compute, traffic, links, few))
+        work = scaled(factor)
+        return added - (predict(work, traffic, links, many) - predict(work, traffic, links, few))
 
-    # Each stage takes it for every micro-batch, so at the upper end it is at least all of the difference.
-    most = max(0.0, added) / (many - few)
-    full = replace(passes, beside=float(brentq(missing, 0.0, most)) if missing(0.0) > 0 else 0.0)
+    # Each micro-batch takes at least the passes of one stage.
+    most = max(0.0, added) / (many - few) / float((forward + backward).max())
+    full = scaled(float(brentq(missing, 0.0, most)) if missing(0.0) > 0 else 0.0)
     return replace(full, rest=overhead(rounds[rounds["method"] == "none"], full, traffic, links))
 
 
@@ -137,12 +138,12 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
         name: Traffic(activations=activations, sent=sent, embedding=embedding) for name, sent in data.sent.items()
     }
     free = data.rounds[data.rounds["mbit_per_s"] == FREE]
-    free_links = links_of(data.probes[data.probes["mbit_per_s"] == FREE])
+    free_links = links_of(data.probes, FREE)
     compute = compute_of(free, traffic["none"], free_links)
     extra = {name: overhead(part, compute, traffic[str(name)], free_links) for name, part in free.groupby("method")}
     rows = []
     for (rate, count, name), part in data.rounds.groupby(["mbit_per_s", "micro_batches", "method"], sort=False):
-        links = links_of(data.probes[data.probes["mbit_per_s"] == rate])
+        links = links_of(data.probes, float(rate))
         silent = replace(traffic[name], sent=((),) * STAGES, embedding=0.0)
         rows.append(
             {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count, "method": name}
@@ -150,6 +151,11 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
             | {"bytes": max(map(total_bytes, traffic[name].sent))}
             | compared(part["seconds"], predict(compute, traffic[name], links, int(count), extra[name]))
             | {"seconds_compute": predict(compute, silent, links, int(count)), "seconds_overhead": extra[name]}
-            | links[ALL_REDUCE].columns()
+            | {"link_bandwidth": links[ALL_REDUCE].bandwidth}
         )
     return {"pipeline": pd.DataFrame(rows), "pipeline_rounds": data.rounds, "pipeline_probes": data.probes}
+
+
+def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:
+    """Messages of every method; number, median and largest absolute error of the validated predictions."""
+    return {"sent": data.sent, "summary": steps.summary(table)}

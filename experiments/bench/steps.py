@@ -10,7 +10,8 @@ timed in every round. The model is :mod:`experiments.simulation.iteration_model`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from experiments.bench.gpt import Options, Size
 from experiments.bench.terminal import ROUNDS, Positive, Rate, Say, schedule, spread
 from experiments.bench.testbed import Testbed
 from experiments.bench.workers import Group, ranks
-from experiments.simulation.iteration_model import Bucket, Stage, iterate
+from experiments.simulation.iteration_model import BESIDE, Bucket, Stage, iterate
 
 ON_TESTBED = True
 SHOWN = "workers mbit_per_s method used seconds seconds_predicted error"
@@ -46,6 +47,7 @@ METHODS: dict[str, Options] = {
 PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)
 PROBE_ROUNDS = 5  # gloo's exchanges take one of two times, so some are needed for the median
 FREE = 0.0  # no limit, in the tables
+SHARES = tuple(round(0.05 * step, 2) for step in range(6, 21))  # that are tried where BESIDE is fitted
 
 
 class Plan(terminal.Plan):
@@ -150,50 +152,64 @@ class Compute:
     complete: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Link:
-    """A collective of one kind in which a rank sends n bytes takes ``latency`` + n / ``bandwidth`` seconds."""
+    """A collective of one kind, by timed ones.
 
-    latency: float
-    bandwidth: float
+    Attributes:
+        points: (bytes that a rank sends, seconds), ascending in the bytes, which begin at 0. Between them a line, and
+            beyond the last the line through the last two. One line through all would not do: a limit lets the first
+            bytes of a message through at once (:func:`experiments.bench.testbed.burst`), so large ones are slower.
+    """
+
+    points: tuple[tuple[float, float], ...]
 
     @classmethod
-    def fit(cls, probes: Sequence[tuple[float, float]]) -> Link:
-        """The line through (bytes sent, seconds) with the least relative errors; its latency is not negative."""
-        sent, seconds = (np.array(column, dtype=float) for column in zip(*probes, strict=True))
-        matrix = np.stack([1 / seconds, sent / seconds], axis=1)
-        (latency, slope), *_ = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)
-        if latency < 0:
-            latency, slope = 0.0, float(np.sum(sent / seconds) / np.sum((sent / seconds) ** 2))
-        return cls(latency=float(latency), bandwidth=float(1 / slope))
+    def through(cls, probes: Iterable[tuple[float, float]], latency: float = 0.0) -> Link:
+        """The link through timed (bytes, seconds), of which nothing takes ``latency`` seconds, but at most as long as
+        the fewest bytes."""
+        timed = sorted(probes)
+        return cls(((0.0, min(latency, timed[0][1])), *timed))
 
     def seconds(self, sent: float) -> float:
         """Seconds of a message of so many bytes."""
-        return self.latency + sent / self.bandwidth
+        sizes = [size for size, _ in self.points[1:-1]]
+        place = bisect_left(sizes, sent)
+        (low, first), (high, second) = self.points[place : place + 2]
+        return first + (second - first) * (sent - low) / (high - low)
 
-    def columns(self) -> dict[str, float]:
-        """Its columns in a table of predictions."""
-        return {"link_latency": self.latency, "link_bandwidth": self.bandwidth}
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of what a message has more than the largest that was timed."""
+        (low, first), (high, second) = self.points[-2:]
+        return (high - low) / (second - first)
 
 
 Links = Mapping[str, Link]  # by kind of message
 Messages = Sequence[Sequence[collectives.Message]]  # per bucket or stage, what a rank sends, collective by collective
 
 
-def links_of(probes: pd.DataFrame) -> dict[str, Link]:
-    """Links by kind from timed collectives (columns ``kind``, ``bytes``, ``seconds``); medians of each size count."""
-    medians = probes.groupby(["kind", "bytes"])["seconds"].median().reset_index("bytes")
-    return {
-        str(kind): Link.fit(list(part.itertuples(index=False, name=None))) for kind, part in medians.groupby("kind")
-    }
+def links_of(probes: pd.DataFrame, rate: float) -> dict[str, Link]:
+    """Links by kind at a limit from timed collectives (columns ``mbit_per_s``, ``kind``, ``bytes``, ``seconds``);
+    medians of each size count, and the latency is that of a line through those without a limit, which have no burst."""
+    medians = probes.groupby(["mbit_per_s", "kind", "bytes"])["seconds"].median()
+    kinds = medians.index.unique("kind")
+    return {str(kind): Link.through(medians[rate, kind].items(), latency(medians[FREE, kind])) for kind in kinds}
+
+
+def latency(timed: pd.Series) -> float:
+    """Seconds of nothing, not negative: the line through (bytes, seconds) with the least relative errors."""
+    matrix = np.stack([1 / timed, timed.index / timed], axis=1)
+    found, _ = np.linalg.lstsq(matrix, np.ones(len(timed)), rcond=None)[0]
+    return max(0.0, float(found))
 
 
 def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[tuple[float, float], ...]:
-    """Latency and further seconds of one bucket's messages."""
-    return tuple((links[kind].latency, size / links[kind].bandwidth) for kind, size in sent if size)
+    """One bucket's messages as :class:`~experiments.simulation.iteration_model.Bucket` has them."""
+    return tuple((0.0, links[kind].seconds(size)) for kind, size in sent if size)
 
 
-def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
+def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0, beside: float = BESIDE) -> float:
     """Seconds of a step.
 
     Args:
@@ -201,6 +217,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         overhead: seconds of the processor in a step, beside the compute. They are spread over the buckets as these
             were cut, and within a bucket evenly: before its messages, between them (a second factor is computed from
             the mean of the first) and after them. What comes before and between delays backward.
+        beside: as of :func:`~experiments.simulation.iteration_model.iterate`.
     """
     shares = np.diff([0.0, *compute.complete])
     buckets = []
@@ -210,14 +227,14 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         behind = part if messages else 0.0
         buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
     stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
-    return iterate((stage,), 1, overlap=True, after=compute.rest).seconds
+    return iterate((stage,), 1, overlap=True, after=compute.rest, one_machine=True, beside=beside).seconds
 
 
-def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:
+def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float, beside: float = BESIDE) -> float:
     """Seconds that a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
 
     def missing(overhead: float) -> float:
-        return seconds - predict(compute, sent, links, overhead)
+        return seconds - predict(compute, sent, links, overhead, beside)
 
     if missing(0.0) <= 0:
         return 0.0
@@ -238,6 +255,58 @@ def compute_of(rounds: pd.DataFrame) -> Compute:
     return Compute(forward=forward, backward=backward, rest=rest, complete=shares)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """A number of workers, a limit and a method.
+
+    Attributes:
+        compute, links: at the limit, and ``free_`` of both without one.
+        sent: messages of a rank, per bucket.
+        alone: seconds of a step without a limit.
+        seconds: of the measured steps.
+    """
+
+    workers: int
+    rate: float
+    method: str
+    compute: Compute
+    links: Links
+    free_compute: Compute
+    free_links: Links
+    sent: Messages
+    alone: float
+    seconds: pd.Series
+
+    @property
+    def validates(self) -> bool:
+        """Whether nothing of it was used for its prediction."""
+        return self.rate != FREE and self.method != COMPUTE
+
+    def predicted(self, beside: float = BESIDE) -> tuple[float, float]:
+        """(Seconds that the method adds beside its messages, seconds of a step)."""
+        extra = 0.0
+        if self.method != COMPUTE:
+            extra = overhead_of(self.free_compute, self.sent, self.free_links, self.alone, beside)
+        return extra, predict(self.compute, self.sent, self.links, extra, beside)
+
+
+def configurations(data: Measurements) -> Iterator[Configuration]:
+    """All that were measured."""
+    for workers, rounds in data.rounds.groupby("workers"):
+        probes = data.probes[data.probes["workers"] == workers]
+        free = rounds[rounds["mbit_per_s"] == FREE]
+        free_compute, free_links = compute_of(free), links_of(probes, FREE)
+        for rate, part in rounds.groupby("mbit_per_s"):
+            compute, links = compute_of(part), links_of(probes, float(rate))
+            for name in METHODS:
+                yield Configuration(
+                    workers=int(workers), rate=float(rate), method=name, sent=data.sent[str(workers)][name],
+                    compute=compute, links=links, free_compute=free_compute, free_links=free_links,
+                    alone=float(free[free["method"] == name]["seconds"].median()),
+                    seconds=part[part["method"] == name]["seconds"],
+                )  # fmt: skip
+
+
 def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction; the
     rounds and the probes.
@@ -245,25 +314,17 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     ``used``: ``calibration`` (no limit, and the step without communication) or ``validation``.
     """
     rows = []
-    for workers, rounds in data.rounds.groupby("workers"):
-        probes = data.probes[data.probes["workers"] == workers]
-        free = rounds[rounds["mbit_per_s"] == FREE]
-        free_compute, free_links = compute_of(free), links_of(probes[probes["mbit_per_s"] == FREE])
-        for rate, part in rounds.groupby("mbit_per_s"):
-            compute, links = compute_of(part), links_of(probes[probes["mbit_per_s"] == rate])
-            for name in METHODS:
-                sent = data.sent[str(workers)][name]
-                alone = float(free[free["method"] == name]["seconds"].median())
-                extra = 0.0 if name == COMPUTE else overhead_of(free_compute, sent, free_links, alone)
-                used = "calibration" if rate == FREE or name == COMPUTE else "validation"
-                seconds = part[part["method"] == name]["seconds"]
-                rows.append(
-                    {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
-                    | {"method": name, "used": used, "bytes": sum(map(total_bytes, sent))}
-                    | compared(seconds, predict(compute, sent, links, extra))
-                    | {"seconds_compute": compute.forward + compute.backward + compute.rest, "seconds_overhead": extra}
-                    | links[ALL_REDUCE].columns()
-                )
+    for case in configurations(data):
+        extra, predicted = case.predicted()
+        compute = case.compute
+        rows.append(
+            {"workers": case.workers, "layout": f"DP{case.workers}", "mbit_per_s": case.rate, "micro_batches": 1}
+            | {"method": case.method, "used": "validation" if case.validates else "calibration"}
+            | {"bytes": sum(map(total_bytes, case.sent))}
+            | compared(case.seconds, predicted)
+            | {"seconds_compute": compute.forward + compute.backward + compute.rest, "seconds_overhead": extra}
+            | {"link_bandwidth": case.links[ALL_REDUCE].bandwidth}
+        )
     return {"steps": pd.DataFrame(rows), "steps_rounds": data.rounds, "steps_probes": data.probes}
 
 
@@ -275,7 +336,28 @@ def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
 
 def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:
     """Messages of every method; number of validated configurations, median and largest absolute error of their
-    predictions."""
+    predictions; and how these come out where :data:`BESIDE` is fitted to others."""
+    return {"sent": data.sent, "summary": summary(table), "held_out": held_out(data)}
+
+
+def summary(table: pd.DataFrame) -> dict[str, float]:
+    """Number of validated configurations, median and largest absolute error of their predictions."""
     errors = table[table["used"] == "validation"]["error"].abs()
-    summary = {"configurations": len(errors), "median_error": errors.median(), "worst_error": errors.max()}
-    return {"sent": data.sent, "summary": summary}
+    return {"configurations": len(errors), "median_error": errors.median(), "worst_error": errors.max()}
+
+
+def held_out(data: Measurements) -> dict[str, dict[str, float]]:
+    """By number of workers: the share ``beside`` that leaves the steps of the other numbers of workers with the least
+    median error, and with it the share of its own steps that took longer than predicted, and their median absolute
+    error. Of one number of workers alone nothing is held out."""
+    cases = [(case, float(case.seconds.median())) for case in configurations(data) if case.validates]
+    errors = pd.DataFrame(
+        {share: [case.predicted(share)[1] / seconds - 1 for case, seconds in cases] for share in SHARES},
+        index=[case.workers for case, _ in cases],
+    )
+    found = {}
+    for workers in errors.index.unique() if errors.index.nunique() > 1 else ():
+        best = errors.drop(workers).median().abs().idxmin()
+        own = errors.loc[workers, best]
+        found[str(workers)] = {"beside": float(best), "low": (own < 0).mean(), "median_error": own.abs().median()}
+    return found

@@ -17,8 +17,9 @@ from experiments.common.equivalence import interval
 from experiments.common.figures import INPUTS
 from experiments.pages.board import text
 from experiments.pages.kept import Kept
-from experiments.verdicts.claim_measures import COUNTS, MEASURES, Measured, Missing
+from experiments.verdicts.claim_measures import MEASURES
 from experiments.verdicts.claims import DEPENDS, NOT_SUPPORTED, NOT_TESTABLE, PARTLY, SUPPORTED, Claim, load_claims
+from experiments.verdicts.measured import COUNTS, Measured, Missing
 
 VERDICTS = (SUPPORTED, PARTLY, NOT_SUPPORTED, DEPENDS, NOT_TESTED, NOT_TESTABLE)
 DECIMALS = re.compile(r"\d+\.\d{2,}")

@@ -18,7 +18,7 @@ from edgc.errors import UserError
 from experiments.common import written_tables
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
-from experiments.spec.study import CLUSTER_MODEL, SCENARIOS, Study
+from experiments.spec.study import Study
 from experiments.verdicts import archive, reference
 
 COMMIT = 10  # digits of a commit that are shown
@@ -101,7 +101,7 @@ class Kept:
         return {name: self._made(name, study) for name, study in self.studies.items()}
 
     def _made(self, name: str, study: Study) -> dict[str, Any]:
-        folder, simulated = self.root / name, is_simulated(study)
+        folder, simulated = self.root / name, study.simulated
         runs = [] if simulated or study.needs else self._runs(name)
         kept = list(archive.checksums(folder)) if self.reference else []
         record, of_all = ({}, False) if simulated else self._provenance(name, study)
@@ -147,11 +147,6 @@ class Kept:
             if (folder / "provenance.yaml").is_file():
                 return load_yaml(folder / "provenance.yaml"), of_all
         return {}, False
-
-
-def is_simulated(study: Study) -> bool:
-    """True of a study that is computed from a model of a cluster, not measured."""
-    return study.program in (CLUSTER_MODEL, SCENARIOS)
 
 
 def _what_is_kept(simulated: bool, study: Study, runs: list[dict[str, Any]], kept: list[str]) -> str:

@@ -13,7 +13,7 @@ from experiments.common import acting, figures, written_tables
 from experiments.common.files import KEPT
 from experiments.common.yaml_settings import load_yaml
 from experiments.pages import claim_rows, pictures
-from experiments.pages.kept import Kept, as_list, is_simulated
+from experiments.pages.kept import Kept, as_list
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 
@@ -80,7 +80,7 @@ def run_of(study: str, scale: str, name: str | None = None) -> RunConfig:
 def _machine(study: str, scale: str) -> str:
     """The cluster of a simulated study or of the paper's scale, else the machine that the kept runs name."""
     definition = matrix.load_study(study)
-    if is_simulated(definition) or scale == "paper":
+    if definition.simulated or scale == "paper":
         if not definition.cluster:
             return UNKNOWN
         nodes, each, name = (definition.cluster[key] for key in ("nodes", "gpus_per_node", "gpu"))
@@ -117,7 +117,7 @@ class PageParts:
         """Settings side by side; a column is named, and is a study, a scale and, by default the first, a run."""
         runs = []
         for study, scale, *name in columns.values():
-            real = "paper" if is_simulated(matrix.load_study(study)) else scale
+            real = "paper" if matrix.load_study(study).simulated else scale
             runs.append((run_of(study, real, *name), _machine(study, scale)))
         rows = [[name, *(field(run) for run, _ in runs)] for name, field in FIELDS.items()]
         rows = [row for row in rows if set(row[1:]) != {NONE}]

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from experiments.common.figures import BENCHMARKS, FIGURES, caption
-from experiments.pages.kept import Kept, Link, is_simulated
+from experiments.pages.kept import Kept, Link
 from experiments.spec import matrix
 
 COLOURS = 256  # of an embedded PNG: a palette keeps lines and text sharp at a quarter of the bytes
@@ -44,7 +44,7 @@ def pictures(kept: Kept) -> list[Picture]:
     order = {name: place for place, name in enumerate(kept.studies)}
     places = []
     for name in sorted(FIGURES, key=lambda name: (order.get(FIGURES[name][0], len(order)), name)):
-        simulated = any(is_simulated(matrix.load_study(study)) for study in described.intersection(FIGURES[name]))
+        simulated = any(matrix.load_study(study).simulated for study in described.intersection(FIGURES[name]))
         places.append((name, kept.root / "figures", simulated, ""))
     # Of a frozen study only the committed figure is left.
     places += [(name, kept.root / "figures", False, "") for name in matrix.frozen() if name not in FIGURES]

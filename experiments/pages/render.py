@@ -38,7 +38,6 @@ from experiments.common.files import KEPT, ROOT, atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.pages import columns as column_list
 from experiments.pages import paper
-from experiments.pages.kept import is_simulated
 from experiments.spec import matrix
 
 TEMPLATES = ROOT / "docs" / "templates"
@@ -166,7 +165,7 @@ def compare(
         frame = chosen(frames[name] if isinstance(frames, Mapping) else _read(name), **(where or {}))
         scale, study, *file = name.split("/")
         clock = scale == "bench"
-        simulated = not clock and is_simulated(matrix.load_study(study))
+        simulated = not clock and matrix.load_study(study).simulated
         named[f"ours, {'by the clock' if clock else 'SIMULATED' if simulated else scale}"] = frame
         source = f"[{file[-1] if clock else '/'.join([study, *file])}]({paper.link(KEPT / name, page)})"
         if simulated:

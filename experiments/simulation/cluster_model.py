@@ -25,7 +25,7 @@ from experiments.simulation.inputs import load_cluster
 from experiments.simulation.placement import FP32_BYTES, build, groups_sharing_a_node, shape_of, study_run
 from experiments.spec.matrix import load_study
 
-RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "summary.json")
+RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "traces_late.csv", "summary.json")
 
 
 def load_model(study: str) -> Model:
@@ -124,12 +124,13 @@ def summary(study: str, model: Model) -> dict[str, Any]:
 
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
-    """Write table.csv, stages.csv, steps.csv, traces.csv and summary.json (last) of a simulated cluster."""
+    """Write table, stages, steps, traces and traces_late.csv, and summary.json (last), of a simulated cluster."""
     model = load_model(study)
     check_writable(out)
     models = list(sweep(model))
     tables = {"table": table(models), "stages": stage_table(model), "steps": step_table(models)}
-    for name, rows in (tables | {"traces": rank_trace.table(study, models)}).items():
+    tables |= {"traces": rank_trace.table(study, models), "traces_late": rank_trace.late_table(study, models)}
+    for name, rows in tables.items():
         write_text(out / f"{name}.csv", csv_text(rows))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
     print(f"{out}: {' '.join(RESULTS)} ({KIND})")

@@ -142,6 +142,11 @@ class Study(StudyLayer):
         return f"experiments.analyse.{self.analysis}" if self.analysis else None
 
     @property
+    def simulated(self) -> bool:
+        """True of a study that is computed from a model of a cluster, not measured."""
+        return self.program in (CLUSTER_MODEL, SCENARIOS)
+
+    @property
     def results(self) -> tuple[str, ...]:
         """Names of the tables that are committed with the study's results."""
         return tables_of(self.program, "RESULTS") if self.program else ()

@@ -4,79 +4,30 @@ A measure returns every value that it finds, one per run where the evidence is a
 they are of is ``n``; how many of anything else has a name of its own.
 Without evidence it raises :class:`Missing` with the reason.
 
-No value of a simulated grid (bandwidth and recorded entropy) stands for the others, so what is told of one is the
-range, where the rule holds, and between which bandwidths the paper's number lies.
+What is simulated is read by :mod:`experiments.verdicts.simulated_claims`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from experiments.analyse.tables import bf16_ratio
-from experiments.common import acting, written_tables
+from experiments.common import acting
 from experiments.common.acting import NOT_TESTED
 from experiments.common.equivalence import CANNOT_TELL, NOT_DECIDED, compare, loss_margin
+from experiments.verdicts import simulated_claims
+from experiments.verdicts.measured import Measured, Missing, join, numbers, read
 
-Place = tuple[str, float]  # recorded entropy, Gbit/s per node
-COUNTS = ("runs", "windows", "tasks", "bandwidths", "entropies")
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
 # Rivals of a policy, as analyse/policies.py calls them.
 PLAIN, FIXED, ORDERS = "no compression", "fixed rank", ("placebos", "falling")
 SHARED = {"policies_four_replicas": "policies"}  # the same seeds, first weights and data: one replication, not two
-
-
-class Missing(Exception):
-    """There is no evidence for a claim; the text says why."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Values of one claim. ``kind`` is ``measured`` or ``simulated`` as the evidence itself says."""
-
-    values: tuple[float | str, ...]
-    evidence: str  # path below the scale's folder
-    note: str = ""
-    kind: str = "measured"
-    extrapolated: bool = False  # to what the claim is about: then a claim is supported in part at best
-    acted: bool | None = None  # whether the policy did that the claim is about; None: it is about none
-    n: int = 0  # seeds; where settings have different numbers of them, the fewest
-    n_most: int | None = None  # and the most, where that is another number
-    more_evidence: tuple[str, ...] = ()  # tables that the values are from, too, as ``evidence`` names one
-    counts: dict[str, int] = field(default_factory=dict)  # of other things, by ``COUNTS``
-    grid: tuple[Place, ...] = ()  # of simulated values: what each is of
-    assumed: tuple[tuple[float, float], ...] = ()  # (bandwidth, value) at the mean rank that is assumed
-    exposed: tuple[float, ...] = ()  # values where the claim is read as one about a step's exposed time
-    things: str = "runs"  # what each of the values is of
-    gap: tuple[float, float, float] | None = None  # of words that judge one: its mean and 95 % t interval, nats
-
-
-def read(root: Path, relative: str) -> pd.DataFrame:
-    """A table below the folder of a scale; ``Missing`` where there is none or it has no rows."""
-    path = root / relative
-    if not path.is_file():
-        raise Missing(f"{relative} does not exist")
-    frame = written_tables.read(path)
-    if frame.empty:
-        raise Missing(f"{relative} has no rows")
-    return frame
-
-
-def join(*parts: str) -> str:
-    """One note of several, some of them perhaps empty."""
-    return "; ".join(part for part in parts if part)
-
-
-def numbers(column: pd.Series) -> tuple[float, ...]:
-    """The finite values of a column."""
-    return tuple(float(v) for v in column if math.isfinite(v))
 
 
 def _finished(root: Path, relative: str, **where: object) -> tuple[pd.DataFrame, str]:
@@ -316,99 +267,9 @@ def _against(name: str, row: pd.Series) -> str:
     return f"against {name} {limits}{costs}"
 
 
-def _cluster(root: Path, column: str, others: Mapping[str, str], table: str, where: Mapping[str, object]) -> Measured:
-    """Percent change, a value for each bandwidth and recorded entropy.
-
-    Args:
-        others: columns that the note tells, by what they are.
-        table: of the values at the mean rank that is assumed half-way between the limits, ``where`` it has them.
-    """
-    relative = "gpt2_12p1b_h100/traces.csv"
-    frame = read(root, relative).dropna(subset=[column])
-    grid = tuple(zip(frame["entropy"].astype(str), frame["gbits_per_second"].astype(float), strict=True))
-    medians = (-frame[column]).groupby(frame["entropy"], sort=False).median().sort_values()
-    note = join(
-        "median over bandwidths " + ", ".join(f"{text} ({names})" for text, names in _alike(
-            {str(name): f"{median:.2g}" for name, median in medians.items()}).items()),
-        *(f"{name} {extent(numbers(-frame[other]))} %" for name, other in others.items()),
-    )  # fmt: skip
-    counts = {"bandwidths": frame["gbits_per_second"].nunique(), "entropies": frame["entropy"].nunique()}
-    rows = read(root, f"gpt2_12p1b_h100/{table}.csv")
-    rows = rows[(rows[list(where)] == pd.Series(where)).all(axis=1)]
-    assumed = tuple(zip(rows["gbits_per_second"].astype(float), numbers(-rows[column]), strict=True))
-    values = numbers(-frame[column])
-    return Measured(values, relative, note, "simulated", counts=counts, grid=grid, assumed=assumed)
-
-
-def cluster_communication(root: Path) -> Measured:
-    """Change of the slowest stage's time for communication under the ranks that EDGC's controller takes.
-
-    The slowest stage counts even where DAC leaves it uncompressed. Beside it stands the other thing that the claim may
-    mean: the change of a step's exposed time, that of reductions which nothing hides: what the step saves, as a share
-    of what is exposed of an uncompressed one.
-    """
-    column, others = "reduction_communication_percent", {"compression included": "reduction_with_compress_percent"}
-    found = _cluster(root, column, others, "table", {"method": "edgc", "stage": "slowest"})
-    frame, steps = (read(root, f"gpt2_12p1b_h100/{name}.csv") for name in ("traces", "steps"))
-    plain = steps[(steps["method"] == "none") & ~steps["overlap"].astype(bool)].set_index("gbits_per_second")
-    share = frame["gbits_per_second"].map(plain["seconds_exposed"] / plain["seconds_step"])
-    return replace(found, exposed=numbers(-frame["reduction_time_percent"] / share))
-
-
-def cluster_training_time(root: Path) -> Measured:
-    """Change of the simulated step under the ranks that EDGC's controller takes, reductions after backward."""
-    others = {"reductions beside backward": "reduction_time_overlap_percent"}
-    return _cluster(root, "reduction_time_percent", others, "steps", {"method": "edgc", "overlap": False})
-
-
-def extent(values: Sequence[float]) -> str:
-    """Range from the most that is saved to the least: ``-40 to -0.47``."""
-    return f"{min(values):.4g} to {max(values):.4g}"
-
-
-def _crossed(points: Sequence[tuple[float, float]], number: float) -> str:
-    """Between which neighbouring bandwidths ``number`` lies, in words; ``points`` ascend in the bandwidth."""
-    return ", ".join(
-        f"between {a:g} and {b:g} Gbit/s"
-        for (a, first), (b, second) in pairwise(points)
-        if (first - number) * (second - number) <= 0
-    )
-
-
-def _alike(words: Mapping[str, str]) -> dict[str, str]:
-    """The names that have the same words, by these, in the order in which they come."""
-    names: dict[str, list[str]] = {}
-    for name, text in words.items():
-        names.setdefault(text, []).append(name)
-    return {text: ", ".join(alike) for text, alike in names.items() if text}
-
-
-def account(measured: Measured, holds: Callable[[float], bool], number: float) -> str:
-    """Sentence on where the rule holds, and where ``number`` lies, by recorded entropy and at the rank assumed."""
-    values, points = [float(value) for value in measured.values], dict[str, list[tuple[float, float]]]()
-    for value, (name, gbits) in sorted(zip(values, measured.grid, strict=True), key=lambda item: item[1][1]):
-        points.setdefault(name, []).append((gbits, value))
-    points = {name: points[name] for name, _ in measured.grid}
-    where = {name: ", ".join(f"{gbits:g}" for gbits, value in row if holds(value)) for name, row in points.items()}
-    between = _alike({name: _crossed(row, number) for name, row in points.items()})
-    places = ", and ".join(f"{names} at {text} Gbit/s" for text, names in _alike(where).items())
-    crossings = ", and ".join(f"{names} {text}" for text, names in between.items())
-    note = f"the rule holds for {sum(map(holds, values))} of {len(values)} values" + (f": {places}" if places else "")
-    return f"{note}; {number:g} % itself: {crossings or 'at no bandwidth'}"
-
-
-def at_assumed_rank(measured: Measured, number: float) -> str:
-    """The range at the mean rank that is assumed, and where ``number`` lies in it, in words; empty without any."""
-    if not measured.assumed:
-        return ""
-    where = _crossed(sorted(measured.assumed), number) or "at no bandwidth"
-    values = extent([value for _, value in measured.assumed])
-    return f"at a mean rank assumed half-way {values} %, {number:g} % {where}"
-
-
 MEASURES: dict[str, Callable[[Path], Measured]] = {
-    "cluster_communication": cluster_communication,
-    "cluster_training_time": cluster_training_time,
+    "cluster_communication": simulated_claims.cluster_communication,
+    "cluster_training_time": simulated_claims.cluster_training_time,
     "entropy_cost": entropy_cost,
     "window_correlation": partial(window_correlation, span="after warm-up"),
     "window_correlation_whole_run": partial(window_correlation, span="whole run"),

@@ -30,8 +30,9 @@ from experiments.common.acting import NOT_TESTED
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
-from experiments.verdicts import claim_measures as measures
-from experiments.verdicts.claim_measures import COUNTS, MEASURES, Measured, Missing
+from experiments.verdicts import simulated_claims
+from experiments.verdicts.claim_measures import MEASURES
+from experiments.verdicts.measured import COUNTS, Measured, Missing, join
 
 CLAIMS = ROOT / "results" / "paper_claims.yaml"
 ABOUT = ("id", "claim", "version", "paper_value", "our_value", "unit", "kind", "scale")
@@ -107,7 +108,7 @@ class Claim(Settings):
             return f"{counts} of {len(values)} {things}" if len(values) > 1 else str(values[0])
         numbers = [value for value in values if not isinstance(value, str)]
         if self.statistic == "range" or (self.statistic == "min" and len(set(numbers)) > 1):
-            return measures.extent(numbers)
+            return simulated_claims.extent(numbers)
         return STATISTICS[self.statistic](numbers)
 
     def verdict(self, values: Sequence[Value]) -> str:
@@ -163,15 +164,14 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
         return row | {"note": f"the claim asks for {claim.kind} evidence, this is {measured.kind}"}
     value = claim.combine(measured.values, measured.things)
     row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
-    if measured.exposed:
-        row["our_value"] = f"{value}, or of the exposed time {measures.extent(measured.exposed)}"
+    if exposed := measured.readings.get(simulated_claims.EXPOSED):
+        row["our_value"] = f"{value}, or of {simulated_claims.EXPOSED} {simulated_claims.extent(exposed)}"
     if measured.acted is False:
         return row | {"verdict": NOT_TESTED}
     if claim.statistic == "range":
         number, holds = float(claim.paper_value), claim.rule.supported.holds
-        count = f"of the other reading {sum(map(holds, measured.exposed))} of {len(measured.exposed)}"
-        notes = [claim.depends, measures.account(measured, holds, number), count if measured.exposed else ""]
-        row["note"] = measures.join(*notes, measured.note, measures.at_assumed_rank(measured, number))
+        notes = [claim.depends, simulated_claims.account(measured, holds, number)]
+        row["note"] = join(*notes, measured.note, simulated_claims.at_assumed_rank(measured, number))
     verdict = claim.verdict(measured.values)
     return row | {"verdict": PARTLY if verdict == SUPPORTED and measured.extrapolated else verdict}
 

@@ -1,7 +1,7 @@
 """Committed tables and figures, computed again from the committed runs and compared byte for byte.
 
-``python -m experiments.verdicts.replay --scale S``; with ``--write`` it replaces figures, and the tables that only they
-read.
+``python -m experiments.verdicts.replay --scale S``; with ``--write`` it replaces figures, the tables that only they
+read, and those of simulated studies, which follow from their settings alone.
 """
 
 from __future__ import annotations
@@ -34,9 +34,17 @@ def tables(reference: Path, study: str, scratch: Path, *, write: bool = False) -
     Args:
         reference: committed results of a scale.
         scratch: an empty folder to compute in.
-        write: whether long tables are replaced where they differ or are missing.
+        write: whether long tables, and those of a simulated study, are replaced where they differ or are missing.
     """
     committed, computed = reference / study, scratch / study
+    definition = matrix.load_study(study)
+    if definition.simulated:
+        command = [sys.executable, "-m", str(definition.program), "--study", study, "--out", str(computed)]
+        if code := subprocess.run(command, check=False, stdout=subprocess.DEVNULL, cwd=ROOT).returncode:
+            raise SystemExit(code)
+        for name in definition.results:
+            yield committed / name, compare(committed / name, (computed / name).read_bytes(), write=write)
+        return
     analyse(study, computed, archive.unpack(committed, computed))
     for path in sorted(committed.glob("*.csv")):
         table = computed / path.name
@@ -53,7 +61,9 @@ def figures(
     """The committed figures of ``studies`` alone, and with ``write`` those that could be; with ``others`` all committed
     ones, of benchmarks, too."""
     alone = [name for name, needed in FIGURES.items() if set(needed) <= set(studies)]
-    yield from redraw(FIGURES if others else alone, reference, scratch, write=write, new=alone if write else ())
+    # What a simulated study shows follows at any scale, and is not kept at every one.
+    new = [name for name in alone if not set(FIGURES[name]) <= set(simulated(reference))]
+    yield from redraw(FIGURES if others else alone, reference, scratch, write=write, new=new if write else ())
     folders = [*sorted((reference.parent / "bench").glob("*/")), reference.parent / "rehearsal"]
     for folder in folders if others else ():
         yield from redraw(BENCHMARKS, folder, scratch / folder.name, write=write)
@@ -90,12 +100,19 @@ def compare(committed: Path, content: bytes | None, *, write: bool = False) -> s
     return "written"
 
 
+def simulated(reference: Path) -> list[str]:
+    """Simulated studies whose tables are committed."""
+    return [name for name in matrix.studies() if matrix.load_study(name).simulated and (reference / name).is_dir()]
+
+
 @main_guard
 def main(
     scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
     study: Annotated[str | None, typer.Option(help="this study alone")] = None,
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
-    write: Annotated[bool, typer.Option("--write", help="replace figures, and tables that only they read")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="replace figures, their own tables, and simulated ones")
+    ] = False,
 ) -> None:
     """Compute the committed tables and figures again from the committed runs, and compare them byte for byte.
 
@@ -103,7 +120,7 @@ def main(
     are named with the commit that computed them.
     """
     reference = results / "reference" / scale
-    kept, frozen = [study] if study else archive.studies(reference), matrix.frozen()
+    kept, frozen = [study] if study else [*archive.studies(reference), *simulated(reference)], matrix.frozen()
     for name in frozen:
         if study in (None, name) and (reference / name).is_dir():
             print(f"frozen at {matrix.load_study(name).frozen}  {reference / name}", flush=True)

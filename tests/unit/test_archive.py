@@ -265,6 +265,19 @@ def test_replay_tells_a_file_that_does_not_follow_from_the_runs(
     assert drawn == {figure: replay.DIFFERENT}, "a figure without its tables follows from none"
 
 
+def test_replay_computes_a_simulated_study_again_from_its_settings(tmp_path: Path) -> None:
+    name = "gpt2_2p5b_v100"
+    shutil.copytree(KEPT / name, tmp_path / "kept" / name)
+    table = tmp_path / "kept" / name / "traces.csv"
+    table.write_text(table.read_text().replace("1", "2", 1))
+    found = [
+        dict(replay.tables(tmp_path / "kept", name, tmp_path / way, write=way == "write")) for way in ("look", "write")
+    ]
+    assert found[0][table] == replay.DIFFERENT and found[1][table] == "written"
+    assert table.read_bytes() == (KEPT / name / "traces.csv").read_bytes()
+    assert {outcome for path, outcome in (found[0] | found[1]).items() if path != table} == {replay.SAME}
+
+
 def test_a_figure_drawn_from_parquet_has_the_bytes_of_one_drawn_from_csv(study: Path, tmp_path: Path) -> None:
     packed = archive.packed_table(study / "trajectories.csv")
     (study / "trajectories.csv").unlink()

@@ -280,15 +280,18 @@ def test_what_is_simulated_is_told_value_by_value_and_neither_supports_nor_refut
     bandwidths, names = (1, 10, 100), ("communication", "with_compress", "time", "time_overlap")
     saved = {"gpt": (60.0, 50.0, 5.0), "bert": (0.5, 0.6, 0.4), "batch": (0.5, 0.5, 0.5)}
     traces = [
-        {"entropy": name, "gbits_per_second": gbits} | {f"reduction_{what}_percent": percent for what in names}
+        {"entropy": name, "gbits_per_second": gbits, "share_uncompressed": 0.1}
+        | {f"reduction_{what}_percent": percent for what in names}
+        | {"reduction_exposed_percent": 2 * percent}
         for name, percents in saved.items()
         for gbits, percent in zip(bandwidths, percents, strict=True)
     ]
     put(tmp_path, "gpt2_12p1b_h100/traces.csv", traces)
+    late = {"share_uncompressed": 0.25, "reduction_communication_percent": 47.0, "reduction_exposed_percent": 40.0}
+    put(tmp_path, "gpt2_12p1b_h100/traces_late.csv", [row | late for row in traces])
     assumed = [
         {"method": method, "overlap": False, "stage": "slowest", "gbits_per_second": gbits}
         | dict.fromkeys(("reduction_time_percent", "reduction_communication_percent"), percent * (method == "edgc"))
-        | {"seconds_step": 8.0, "seconds_exposed": 4.0}
         for method in ("none", "edgc")
         for gbits, percent in zip(bandwidths, (30.0, 20.0, 2.0), strict=True)
     ]
@@ -297,11 +300,13 @@ def test_what_is_simulated_is_told_value_by_value_and_neither_supports_nor_refut
     row = claims.judge(known["communication_latency_12p1b"], "ci", tmp_path)
     assert (row["kind"], row["verdict"], row["n"]) == ("simulated", "depends", 0)
     assert (row["bandwidths"], row["entropies"]) == (3, 3)
-    # Half of an uncompressed step is exposed there: what the step saves is twice as much of that.
     assert row["our_value"] == "-60 to -0.4, or of the exposed time -120 to -0.8"
     for text in (
-        "the rule holds for 2 of 9 values: gpt at 1, 10 Gbit/s;", "of the other reading 2 of 9",
-        "-46.45 % itself: gpt between 10 and 100 Gbit/s;",
+        "the rule holds for 2 of 9 values: gpt at 1, 10 Gbit/s;",
+        "-46.45 % itself: gpt between 10 and 100 Gbit/s; of the exposed time: the rule holds for 2 of 9 values:",
+        "by windows of a twentieth of the run -47 to -47 %, the rule holds for 9 of 9;",
+        "by windows of a twentieth of the run -40 to -40 %, the rule holds for 0 of 9;",
+        "warm-up ends after 10 % of the run, and by windows of a twentieth of it after 25 %",
         "at a mean rank assumed half-way -30 to -2 %, -46.45 % at no bandwidth",
     ):  # fmt: skip
         assert text in row["note"]

@@ -202,10 +202,10 @@ def test_files_are_those_of_the_kept_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "experiments.simulation.cluster_model", "--study", "gpt2_2p5b_v100"]
     subprocess.run([*command, "--out", tmp_path / "out"], check=True)
     names = sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("."))
-    assert names == ["stages.csv", "steps.csv", "summary.json", "table.csv", "traces.csv"]
+    assert names == ["stages.csv", "steps.csv", "summary.json", "table.csv", "traces.csv", "traces_late.csv"]
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (REFERENCE / "gpt2_2p5b_v100" / name).read_bytes(), name
-    for name in ("table.csv", "steps.csv", "traces.csv"):
+    for name in ("table.csv", "steps.csv", "traces.csv", "traces_late.csv"):
         assert {row["kind"] for row in csv.DictReader((tmp_path / "out" / name).open())} == {"simulated"}
 
 

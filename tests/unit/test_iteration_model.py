@@ -24,6 +24,31 @@ def test_equal_stages_take_the_known_time(stages: int, micro_batches: int, forwa
     )
 
 
+@given(stages=st.integers(1, 4), micro_batches=st.integers(1, 6), forward=seconds, backward=seconds)
+def test_stages_on_one_machine_do_each_others_work_one_after_another(
+    stages: int, micro_batches: int, forward: float, backward: float
+) -> None:
+    """Somebody always computes, and all together no faster than one."""
+    found = iterate([Stage(forward=forward, backward=backward)] * stages, micro_batches, one_machine=True)
+    assert found.seconds == pytest.approx(stages * micro_batches * (forward + backward))
+
+
+def test_a_step_on_one_machine_counted_by_hand() -> None:
+    # Forward until 1, sent until 11; forward of both until 13. The second activations go alone until 15, while stage 1
+    # computes, then against gradients at half the speed until 31; these have 2 s left, until 33. Stage 1's forward pass
+    # ends at 35, stage 0's backward at 37, stage 1's at 38; gradients until 48, and stage 0 ends at 50.
+    staged = Stage(forward=1.0, backward=2.0, to_next=10.0, to_previous=10.0)
+    found = iterate([staged, staged], 2, one_machine=True)
+    assert found.seconds == pytest.approx(50)
+    assert [line[-1].end for line in found.spans] == pytest.approx([50, 48]), "a span ends when its result has gone"
+    # Complete at 2; half a second of the message by 3, when backward ends, and the rest after it.
+    bucket = Bucket(share=0.5, messages=((0.5, 1.0),))
+    stage = Stage(forward=1.0, backward=2.0, buckets=(bucket,))
+    assert iterate([stage], 1, overlap=True, one_machine=True).seconds == pytest.approx(4.0)
+    assert iterate([stage], 1, overlap=True).seconds == pytest.approx(3.5)
+    assert iterate([stage], 1, one_machine=True).seconds == pytest.approx(4.5), "nothing beside it after backward"
+
+
 def test_order_of_two_stages() -> None:
     def text(steps: list[Step]) -> str:
         return " ".join(f"{s.kind[0]}{s.micro_batch}" for s in steps)
@@ -43,10 +68,10 @@ def steps(draw: st.DrawFn) -> tuple[list[Stage], int, bool]:
     return stages, draw(st.integers(1, 3)) * len(stages), draw(st.booleans())
 
 
-@given(steps())
-def test_every_step_once_and_never_before_its_input(case: tuple[list[Stage], int, bool]) -> None:
+@given(steps(), st.booleans())
+def test_every_step_once_and_never_before_its_input(case: tuple[list[Stage], int, bool], one_machine: bool) -> None:
     stages, micro_batches, overlap = case
-    found = iterate(stages, micro_batches, overlap=overlap)
+    found = iterate(stages, micro_batches, overlap=overlap, one_machine=one_machine)
     ends = {(index, span.step): span.end for index, line in enumerate(found.spans) for span in line}
     assert len(ends) == 2 * len(stages) * micro_batches == sum(map(len, found.spans))
     for index, line in enumerate(found.spans):
@@ -56,6 +81,7 @@ def test_every_step_once_and_never_before_its_input(case: tuple[list[Stage], int
             source = index + (-1 if forward else 1)
             if 0 <= source < len(stages):
                 travel = stages[source].to_next if forward else stages[source].to_previous
+                travel *= not one_machine  # there it is part of the step
                 assert span.start >= ends[source, span.step] + travel - 1e-9
             elif not forward:
                 assert span.start >= ends[index, Step("forward", span.step.micro_batch)]

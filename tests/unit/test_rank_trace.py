@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from edgc.config import EDGCConfig
 from edgc.control.adaptive import make_controller
 from edgc.control.policies.base import Ranks
+from edgc.control.settings import PolicyConfig
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
 from experiments.simulation import rank_trace
 from experiments.simulation.cost import Cost, Model, step
 from experiments.simulation.inputs import load_cluster
 from experiments.simulation.placement import GPTShape, build
-from experiments.simulation.rank_trace import Course, Recorded, Trace, follow, recorded
+from experiments.simulation.rank_trace import Course, Recorded, Trace, follow, recorded, stable_after
 from experiments.verdicts import archive
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "workstation" / "entropy_trend"
@@ -120,6 +121,16 @@ def test_jumps_between_windows_change_nothing(change: float, windows: int, itera
             value = line(change).mean(start / iterations, iteration / iterations)
             controller.observe(iteration, rank_trace.report(course.parts[part][1], controller, iteration, value))
     assert spent == trace.spent
+
+
+def test_warm_up_ends_with_the_first_windows_that_agree() -> None:
+    # By 0.3 nats in every twentieth up to half of the run, then still.
+    assert isinstance(CONFIG, PolicyConfig)
+    falling = Recorded((0.0, 0.5, 1.0), (-6.0, -9.0, -9.0))
+    assert stable_after(falling, CONFIG, 20) == 0.5, "warmup_limit_fraction"
+    assert stable_after(falling, replace(CONFIG, warmup_limit_fraction=1.0), 20) == 0.6
+    assert stable_after(falling, replace(CONFIG, stability_tolerance=0.31), 20) == CONFIG.warmup_fraction
+    assert stable_after(falling, CONFIG, 200) == CONFIG.warmup_fraction, "none differs much from the next"
 
 
 def test_a_trace_at_one_rank_costs_what_the_fixed_rank_costs() -> None:

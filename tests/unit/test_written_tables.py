@@ -9,7 +9,7 @@ import pytest
 
 from edgc.errors import UserError
 from experiments.analyse.tables import write_table
-from experiments.verdicts import claim_measures, claims, regression
+from experiments.verdicts import claims, measured, regression
 from paper_figures import inputs
 
 ROWS = [{"variant": f"r{rank}", "status": "ok", "loss": 5.0 + rank / 64} for rank in (4, 8, 16)]
@@ -28,7 +28,7 @@ def test_a_damaged_table_is_refused_by_whoever_reads_it(table: Path) -> None:
     check = regression.Check(study="methods", kind="rows", column="status", key=["variant"])
     for read, spoilt, problem in (
         (lambda: inputs.read(root, "methods"), content[:-3], "is cut short"),
-        (lambda: claim_measures.read(root, "methods/table.csv"), content[:-3], "is cut short"),
+        (lambda: measured.read(root, "methods/table.csv"), content[:-3], "is cut short"),
         (lambda: regression.read_table(root, check, "make it"), b"", "is empty"),
         (lambda: inputs.read(root, "methods"), b"a,b\n1,2\n1,2,3,4\n", "is not a table"),
     ):
