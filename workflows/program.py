@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated
 
+import psutil
 import typer
 
 from edgc.errors import UserError
@@ -41,6 +42,7 @@ from experiments.spec.study import PipelineSettings
 from experiments.training.outputs import RunFolder
 from workflows import jobs
 
+LINGERS_SECONDS = 20.0
 PLACES = {"report": "report.html", "figures": "figures/*.png", "tables": "*/table.csv", "claims": "claims.csv"}
 Targets = Annotated[list[str] | None, typer.Argument(help="what to make, default: all; before all options")]
 
@@ -49,18 +51,23 @@ def lock(folder: Path) -> IO[str]:
     """Claim a results folder; the claim lasts as long as the returned file is open in any process.
 
     Raises:
-        UserError: another workflow holds it.
+        UserError: another workflow holds it, or what is left of a killed one does so for ``LINGERS_SECONDS``.
     """
     check_writable(folder)
     path = folder / ".workflow.lock"
     handle = path.open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.seek(0)
-        owner = handle.read().strip() or "unknown"
-        fix = "wait for it or stop it"
-        raise UserError(f"another workflow is running, process {owner}", where=path, fix=fix) from None
+    deadline = time.monotonic() + LINGERS_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            handle.seek(0)
+            owner = handle.read().strip()
+            if time.monotonic() > deadline or not owner.isdigit() or psutil.pid_exists(int(owner)):
+                fix = "wait for it or stop it"
+                raise UserError(f"another workflow is running, process {owner}", where=path, fix=fix) from None
+            time.sleep(0.1)  # it was killed a moment ago, and its Snakemake is being killed
     handle.truncate(0)
     handle.write(f"{os.getpid()}\n")
     handle.flush()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from edgc.errors import UserError
 from experiments.common.figures import FIGURES, MODULES
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 from tests.integration.launching import ENDS_WITHIN_SECONDS
 from tests.workflow.checkout_copy import Checkout, planned
 from workflows.jobs import is_launcher, marked
+from workflows.program import lock
 
 WORKFLOW = "workflows.program"
 
@@ -294,6 +298,21 @@ def test_a_workflow_that_is_ended_ends_its_jobs_and_is_continued(finished: Check
 
 def everything() -> list[tuple[str, RunConfig]]:
     return [(study, run) for study in STUDIES for run in matrix.runs(study, "ci")]
+
+
+def test_a_workflow_that_was_killed_a_moment_ago_is_waited_for(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    held = (tmp_path / ".workflow.lock").open("a+")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    print(os.getpid(), file=held, flush=True)
+    with pytest.raises(UserError, match=f"another workflow is running, process {os.getpid()}"):
+        lock(tmp_path)
+    held.truncate(0)
+    print(ended.pid, file=held, flush=True)
+    threading.Timer(0.5, held.close).start()
+    lock(tmp_path).close()
+    assert held.closed
 
 
 def test_unusable_results_and_an_unknown_scale_are_one_line_and_exit_code_2(checkout: Checkout) -> None:
