@@ -5,7 +5,8 @@ mean of their ``weights``, each over the first ``tokens`` of the validation text
 (:class:`experiments.spec.settings.FinalConfig`). All are of the same runs, so that they differ in nothing else.
 
 Two runs of one seed and one learning rate are a *pair*: every one against no compression, and those of method ``edgc``,
-which begin alike without compression, against each other. The difference is the first one's loss less the second one's, in nats.
+which begin alike without compression, against each other. The difference is the first one's loss less the second
+one's, in nats.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def estimates(run: Run) -> list[dict[str, Any]]:
 
 
 def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Variants that are compared, by a run of each: one learning rate, and no compression or the same start of method ``edgc``."""
+    """Variants that are compared, by a run of each: one learning rate, and no compression or one start (``edgc``)."""
     variants = sorted({run.variant: run for run in runs}.values(), key=lambda run: not run.plain)
     return [
         (run, other)
