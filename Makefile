@@ -133,25 +133,29 @@ bytes: venv ## count what every method sends (docs/library/bytes.md) and what a 
 	@$(PY) -m paper_figures bytes_sent --results results/reference/rehearsal --out build/bytes
 	@install -D -m 644 build/bytes/bytes_sent.png results/reference/rehearsal/figures/bytes_sent.png
 
-# What each part of `make gpu` may take in seconds, and what the Python then runs.
-PARTS ?= tests engine stage step
-ON_GPU = --device cuda $(if $(FULL),,--quick) --results '$(RESULTS)/bench'
-GPU_tests = 350 -m pytest tests/gpu -m gpu -q -p no:cacheprovider
-GPU_engine = $(if $(FULL),1440,180) -m experiments.bench engine --model gpt2-124m $(ON_GPU)
-GPU_stage = $(if $(FULL),1920,240) -m experiments.bench engine --model gpt2-2.5b-stage $(ON_GPU)
-GPU_step = $(if $(FULL),2880,360) -m experiments.bench step $(ON_GPU)
+# What each part of `make gpu` may take in seconds, and what the Python then runs; the most useful first. Together they
+# have GPU_SECONDS: the first four fit, and the last one has what they leave.
+PARTS ?= step tests engine rehearsal stage
+GPU_SECONDS = $(if $(FULL),8700,720)
+ON_GPU = --device cuda --results '$(RESULTS)/bench'
+BRIEF = $(if $(FULL),,--quick)
+GPU_step = $(if $(FULL),2880,180) -m experiments.bench step $(BRIEF) $(ON_GPU)
+GPU_tests = $(if $(FULL),600,130) -m pytest tests/gpu -m gpu -v -p no:cacheprovider -n 6 --dist loadgroup
+GPU_engine = $(if $(FULL),1440,80) -m experiments.bench engine --model gpt2-124m $(BRIEF) $(ON_GPU)
+GPU_rehearsal = $(if $(FULL),1860,330) -m experiments.bench rehearsal --seconds $(if $(FULL),1800,300) $(ON_GPU)
+GPU_stage = $(if $(FULL),1920,240) -m experiments.bench engine --model gpt2-2.5b-stage $(BRIEF) $(ON_GPU)
 # What the parts import, added to a PYTHON of the user's where it is missing.
-GPU_NEEDS = megatron-core>=0.16.1 psutil numpy pandas>=2 pydantic>=2 PyYAML rich typer scipy pytest>=9
+GPU_NEEDS = megatron-core>=0.16.1 psutil numpy pandas>=2 pydantic>=2 PyYAML rich typer scipy tokenizers pytest>=9 pytest-xdist
 
 # Where torch in .venv sees no GPU, .venv-gpu lies over it: a CUDA build of the same version, the rest from .venv. Builds
 # for CUDA 13 are PyPI's, those for 12.6 run on every driver for CUDA 12. How pip finds the other build is left out.
 .PHONY: gpu
-gpu: ## test, time and profile on an NVIDIA GPU (PYTHON: one whose torch sees it; PARTS; FULL=1); docs/gpu.md
+gpu: ## profile, test, time and rehearse on an NVIDIA GPU, 12 minutes (PYTHON; PARTS; FULL=1); docs/gpu.md
 	@end() { echo "error: $$1; $$2" >&2; exit 2; }; \
 	sees() { "$$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; }; \
 	[ -z '$(ARGS)' ] || end 'make gpu takes no ARGS' 'use PARTS="tests step" or FULL=1'; \
-	unknown='$(filter-out tests engine stage step,$(PARTS))'; \
-	[ -z "$$unknown" ] || end "unknown part $$unknown" 'use some of PARTS="tests engine stage step"'; \
+	unknown='$(filter-out step tests engine rehearsal stage,$(PARTS))'; \
+	[ -z "$$unknown" ] || end "unknown part $$unknown" 'use some of PARTS="step tests engine rehearsal stage"'; \
 	found=$$(nvidia-smi 2> /dev/null) || end 'nvidia-smi finds no GPU' '`make test` runs tests/gpu on the CPU'; \
 	$(if $(PYTHON),,$(MAKE) --no-print-directory venv;) \
 	python='$(or $(PYTHON),$(PY))'; over='$(abspath $(VENV))-gpu'; \
@@ -176,9 +180,12 @@ gpu: ## test, time and profile on an NVIDIA GPU (PYTHON: one whose torch sees it
 	    end "no torch for this GPU in $$over" 'EDGC_GPU_INDEX names another package index; see docs/gpu.md'; \
 	fi; \
 	mkdir -p '$(RESULTS)/gpu'; failed=; trap 'kill $$! 2> /dev/null; exit 130' INT TERM; \
+	SECONDS=0; \
 	part() { \
-	  log='$(RESULTS)/gpu/'$$1.log; echo "== $$1, at most $$2 s ($$log)"; code=0; \
-	  env -u TORCH_ALLOW_TF32_CUBLAS_OVERRIDE timeout -k 10 "$$2" "$$python" "$${@:3}" > "$$log" 2>&1 & \
+	  left=$$(($(GPU_SECONDS) - SECONDS)); limit=$$((left < $$2 ? left : $$2)); \
+	  if ((3 * limit < $$2)); then echo "== $$1 is left out: $$left s are left; use PARTS=$$1"; return; fi; \
+	  log='$(RESULTS)/gpu/'$$1.log; echo "== $$1, at most $$limit s ($$log)"; code=0; \
+	  env -u TORCH_ALLOW_TF32_CUBLAS_OVERRIDE timeout -k 10 "$$limit" "$$python" "$${@:3}" > "$$log" 2>&1 & \
 	  wait $$! || code=$$?; \
 	  case $$code in 0) ;; 124 | 137) failed+=" $$1 (out of time)" ;; *) failed+=" $$1 (exit code $$code)" ;; esac; \
 	  tail -n 1 "$$log"; \

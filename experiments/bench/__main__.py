@@ -1,4 +1,4 @@
-"""``python -m experiments.bench engine``, ``step``, ``network``, ``steps`` and ``race``.
+"""``python -m experiments.bench engine``, ``step``, ``rehearsal``, ``network``, ``steps`` and ``race``.
 
 All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
@@ -13,13 +13,14 @@ from typing import Annotated
 import typer
 
 from edgc.errors import UserError
-from experiments.bench import engine, network, pipeline, race, step_profile, steps, terminal
+from experiments.bench import engine, network, pipeline, race, rehearsal, step_profile, steps, terminal
 from experiments.common.cli import main_guard
 
 REFERENCE = Path("results/reference/bench")
 BENCHMARKS = {
     "engine": engine,
     "step": step_profile,
+    "rehearsal": rehearsal,
     "network": network,
     "steps": steps,
     "race": race,

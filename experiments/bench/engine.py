@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,12 +125,13 @@ def layers_that_fit(model: str, free: int) -> int:
     return min(fit, int(sizes["layers"]))
 
 
-def measure(plan: Plan, folder: Path, say: Say) -> pd.DataFrame:
+def measure(plan: Plan, folder: Path, say: Say) -> Iterator[pd.DataFrame]:
     """Run the benchmark; nothing is written to ``folder``.
 
-    Returns:
-        A row per setting, engine (``variant``) and round: what :meth:`Engines.prepare` and :meth:`Engines.run` say, of
-        several ranks the slowest one's times. An engine that fails has one row, with its message as ``status``.
+    Yields:
+        All so far, whenever a rank has been measured: a row per setting, engine (``variant``) and round: what
+        :meth:`Engines.prepare` and :meth:`Engines.run` say, of several ranks the slowest one's times. An engine that
+        fails has one row, with its message as ``status``.
 
     Raises:
         experiments.bench.workers.WorkerError: a worker has ended or reported an error that is not one engine's.
@@ -148,13 +149,14 @@ def measure(plan: Plan, folder: Path, say: Say) -> pd.DataFrame:
             for threads in plan.threads:
                 say(f"rank {rank}, {threads} threads")
                 rows += _section(plan, alone, base | {"rank": rank, "threads": threads}, "none")
+            yield pd.DataFrame(rows)
     if plan.device == "cpu":
         threads = min(plan.threads)
         with ranks(Engines, 2, threads=threads, **gradients) as group:
             for rank in plan.ranks:
                 say(f"rank {rank}, {threads} threads, gloo")
                 rows += _section(plan, {plan.allocators[0]: group}, base | {"rank": rank, "threads": threads}, "gloo")
-    return pd.DataFrame(rows)
+                yield pd.DataFrame(rows)
 
 
 def _section(plan: Plan, groups: dict[str, Group], base: dict[str, Any], network: str) -> list[dict[str, Any]]:

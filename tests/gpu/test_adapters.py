@@ -15,7 +15,8 @@ import torch
 
 from tests.gpu.adapters import DDP, GATHERED, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS, TIMED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+# One group: what all tests share takes long to make, and `make gpu` runs six processes.
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.xdist_group("adapters")]
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2

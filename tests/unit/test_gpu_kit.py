@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from experiments.bench import engine, step_profile
+from experiments.bench import engine, rehearsal, step_profile
 from experiments.bench.__main__ import app
 from experiments.common.files import ROOT
 
@@ -104,14 +105,23 @@ def test_a_part_that_fails_or_hangs_does_not_keep_the_others_from_running(tmp_pa
     environment(tmp_path / "venv", sees=True)
     child = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     parts = ["GPU_tests=60 -c 'raise SystemExit(3)'", f'GPU_engine=2 -c "{child}"']
-    parts += ["GPU_stage=60 -c 'print(\"all well\")'", "GPU_step=60 -c pass"]
+    parts += [f"GPU_{name}=60 -c 'print(\"{name} is well\")'" for name in ("step", "rehearsal", "stage")]
     done = make_gpu(tmp_path, *parts)
     assert done.returncode == 2  # make's own
     assert "failed: tests (exit code 3) engine (out of time)" in done.stderr
-    assert "all well" in done.stdout
+    assert "step is well" in done.stdout and "stage is well" in done.stdout
     pid = int((tmp_path / "results" / "gpu" / "engine.log").read_text().split()[0])
     stat = Path(f"/proc/{pid}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_part_ends_with_the_time_of_all_and_is_left_out_when_too_little_is_left(tmp_path: Path) -> None:
+    environment(tmp_path / "venv", sees=True)
+    sleep = "-c 'import time; time.sleep(600)'"
+    parts = ["GPU_SECONDS=4", f"GPU_step=9 {sleep}", "GPU_tests=60 -c 'print(\"tests began\")'", "PARTS=step tests"]
+    done = make_gpu(tmp_path, *parts)
+    assert "step, at most 4 s" in done.stdout and "step (out of time)" in done.stderr
+    assert "tests is left out" in done.stdout and "tests began" not in done.stdout
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -123,7 +133,11 @@ def test_the_benchmarks_take_what_they_are_given(full: bool, tmp_path: Path, mon
     (tmp_path / "venv" / ".complete").touch()
     done = make_gpu(tmp_path, *(["FULL=1"] if full else []))
     assert done.returncode == 0, done.stderr
-    tests, *benchmarks = (tmp_path / "started").read_text().splitlines()
+    limits = [int(seconds) for seconds in re.findall(r"at most (\d+) s", done.stdout)]
+    # What the last part has is what the others leave; here they take no time.
+    assert len(limits) == 5 and (full or sum(limits[:-1]) <= 720)
+    benchmarks = (tmp_path / "started").read_text().splitlines()
+    tests = benchmarks.pop(1)
     assert tests.startswith("-m pytest tests/gpu -m gpu")
     plans: list[object] = []
 
@@ -131,17 +145,18 @@ def test_the_benchmarks_take_what_they_are_given(full: bool, tmp_path: Path, mon
         plans.append(plan)
         raise SystemExit(0)
 
-    monkeypatch.setattr(engine, "measure", stop)
-    monkeypatch.setattr(step_profile, "measure", stop)
+    for benchmark in (engine, step_profile, rehearsal):
+        monkeypatch.setattr(benchmark, "measure", stop)
     monkeypatch.setattr("experiments.bench.machine.free_memory", lambda: 1 << 40)
     for line in benchmarks:
         words = line.replace("cuda", "cpu").split()
         assert words[:2] == ["-m", "experiments.bench"]
         done_here = CliRunner().invoke(app, words[2:])
         assert done_here.exit_code == 0, done_here.output
-    first, stage, step = plans
+    step, first, trained, stage = plans
     assert isinstance(first, engine.Plan) and isinstance(stage, engine.Plan)
-    assert isinstance(step, step_profile.Plan)
+    assert isinstance(step, step_profile.Plan) and isinstance(trained, rehearsal.Plan)
+    assert trained.seconds < limits[3]
     assert (first.model, first.layers, first.embeddings) == ("gpt2-124m", 12, (50257, 1024))
     assert (stage.model, stage.hidden, stage.layers) == ("gpt2-2.5b-stage", 1920, 13)
     assert step.variants == (step_profile.VARIANTS if full else step_profile.QUICK)
