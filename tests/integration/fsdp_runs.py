@@ -23,6 +23,7 @@ from edgc import EDGCConfig
 WIDTH = 8
 SMALL = {"min_compression_elements": 16}
 POWERSGD = {"method": "powersgd", "rank": 1, **SMALL}
+QUANTISED = {"method": "quantize", "bits": 4, **SMALL}
 EDGC = {
     "method": "edgc",
     "r_max": 2,
