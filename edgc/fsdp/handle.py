@@ -28,8 +28,9 @@ from edgc.checks import need
 from edgc.control.controller import Decision
 from edgc.engine import Iteration, loss_scale
 from edgc.errors import UserError
+from edgc.fsdp.layout import Layout, refuse_waiting
 from edgc.fsdp.state import Place, Saved
-from edgc.fsdp.units import Layout, ShardsOnly, Unit, outputs
+from edgc.fsdp.units import ShardsOnly, Unit, outputs
 from edgc.fsdp.whole import WholeMatrices
 from edgc.runtime.device import HostCopy, own_modes
 
@@ -77,12 +78,14 @@ class Handle:
 
     def remove(self) -> None:
         """End EDGC: from now on torch averages, over replicas too where it was given a 2-D mesh; a model on a mesh of
-        shards alone is no longer averaged over replicas. What error feedback still holds is dropped.
+        shards alone is no longer averaged over replicas. What error feedback still holds is dropped; what
+        ``set_requires_all_reduce(False)`` has kept back is not.
 
         To be called on every rank between the same two iterations; the model can be registered anew.
         """
         if torch._C._current_graph_task_id() >= 0:
             raise UserError("edgc.fsdp was called inside an iteration", fix="call it after backward")
+        refuse_waiting(self._units, self._layout)
         self._root.remove()
         while self._units:
             self._let_go(self._units.pop())

@@ -35,8 +35,9 @@ from edgc.config import EDGCConfig
 from edgc.engine import Iteration
 from edgc.errors import UserError
 from edgc.fsdp.handle import Handle
+from edgc.fsdp.layout import Layout
 from edgc.fsdp.state import Place
-from edgc.fsdp.units import WHERE, Layout, Part, Unit
+from edgc.fsdp.units import WHERE, Part, Unit
 from edgc.runtime.device import host_decides, own_modes
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from edgc.errors import UserError
-from edgc.fsdp.units import Layout
+from edgc.fsdp.layout import Layout
 
 Saved = Mapping[str, bytes]
 

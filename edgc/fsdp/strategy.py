@@ -21,8 +21,9 @@ from torch import Tensor
 from edgc.compressors.base import finite
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from edgc.fsdp.layout import Layout, refuse_waiting
 from edgc.fsdp.state import Place, Saved
-from edgc.fsdp.units import WHERE, Layout, LocalShards, ShardsOnly, Unit
+from edgc.fsdp.units import WHERE, LocalShards, ShardsOnly, Unit
 from edgc.runtime.device import own_modes
 from edgc.strategies.base import StrategyConfig
 from edgc.strategies.process import ProcessStrategy
@@ -109,6 +110,7 @@ class StrategyHandle(ProcessStrategy):
 
     def remove(self) -> None:
         """End the strategy: torch averages from now on as it did. To be called on every rank, between two steps."""
+        refuse_waiting(self._units, self._layout)
         self._let_go()
         while self._units:
             self._units.pop().set_all_reduce(None, None)

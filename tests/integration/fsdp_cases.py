@@ -35,7 +35,7 @@ from tests.integration.fsdp_runs import (
     tokens,
     watched,
 )
-from tests.workers import Cases, same
+from tests.workers import Cases, refused, same
 
 STEPS = 7
 case = Cases(4, "tests.integration.test_fsdp")
@@ -203,6 +203,29 @@ def accumulation() -> None:
         assert run.handle.last.iteration == 2
     compressed = Run(mesh, POWERSGD, accumulation=2).train(0, 2)
     assert replicas_equal(mesh, compressed.weights) and compressed.handle.last.iteration == 2
+    # Registered, removed or registered anew between two micro-batches: what the shards have reduced is not lost.
+    kept = {"accumulation": 2, "keep_back": "shards"}
+    plain, none, alone = Run(mesh, **kept).train(0, 1), {"method": "none"}, {"replicas": mesh["replicate"]}
+    for before, after in ((none, None), (None, none), (none, none)):
+        run = Run(mesh, before)
+        run.net.set_requires_all_reduce(False)
+        (loss_of(run.net, tokens(0)) / 2).backward()
+        if run.handle is not None:
+            run.handle.remove()
+        run = Run(mesh, after, net=run.net)
+        run.net.set_requires_all_reduce(True)
+        (loss_of(run.net, tokens(1)) / 2).backward()
+        run.optimizer.step()
+        assert same(run.weights, plain.weights), (before, after)
+    for given, options in ((mesh, {}), (mesh["shard"], alone)):
+        run = Run(given, none, net=sharded(given), options=options, **kept)
+        run.net.set_requires_all_reduce(False)
+        loss_of(run.net, tokens(2)).backward()
+        if options:
+            refused(run.handle.remove, "never be averaged", "between two steps")
+        run.net.reset_iter_state()  # which drops it
+        assert same(run.train(0, 1).weights, plain.weights), options
+        run.handle.remove()
     # Two forwards before one backward.
     plain, twice, low = Run(mesh), Run(mesh, {"method": "none"}), Run(mesh, POWERSGD)
     with watched(low) as gaps:
