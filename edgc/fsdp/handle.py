@@ -7,8 +7,8 @@ What follows from how FSDP2 works:
   for low rank most matrices are put together on one rank first (:mod:`edgc.fsdp.whole`).
 * An iteration is one backward that averages; those under ``set_requires_gradient_sync(False)`` only accumulate, and
   under ``set_requires_all_reduce(False)`` what the shard group has reduced waits for the next one that averages.
-* It ends when torch has ended backward. There the shard group learns whether any gradient on any of its ranks was not
-  finite (one all-reduce of one number). If so the whole step is given up on all ranks: error feedback, warm starts and
+* It ends when torch has ended backward. There the ranks of a replica learn whether any gradient on any of them was not
+  finite (an all-reduce of one number). If so the whole step is given up on all ranks: error feedback, warm starts and
   the controller's means are as if it had never been.
 * On a GPU everything runs on a stream beside backward's, and the host waits for nothing but where a decision is due.
 """
@@ -44,7 +44,6 @@ class Handle:
         model: its root.
         scaler: follows the loss scale of this ``GradScaler``.
         owners: of matrices that one rank of a shard group averages whole (:mod:`edgc.fsdp.whole`).
-        place: what its state is of; by default of this rank's shard.
     """
 
     def __init__(
@@ -56,13 +55,12 @@ class Handle:
         scaler: Any,
         *,
         owners: Mapping[str, int] | None = None,
-        place: Place | None = None,
     ) -> None:
         self.engine, self._units, self._layout, self._scaler = engine, list(units), layout, scaler
         self._device = units[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._whole = WholeMatrices(owners or {}, layout.shards)
-        self._place = place or Place.of(layout)
+        self._place = Place.of(layout)
         self._skipped = 0
         self._queued = False  # whether the end of a backward will call
         self._seen = set[int]()  # units that were reduced in this iteration
@@ -151,8 +149,7 @@ class Handle:
         with own_modes(), torch.cuda.stream(self._stream):
             bad = torch.zeros((), dtype=torch.float32, device=self._device)
             bad += self.engine.skips
-            if self._layout.shards.size() > 1:
-                dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=self._layout.shards)
+            self._layout.agree(bad, dist.ReduceOp.MAX)
             self._bad = HostCopy(bad)
         if self._stream is None or self.engine.closes_at_once:
             self.settle()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from edgc.errors import UserError
 from edgc.fsdp.units import WHERE, Unit
@@ -19,20 +21,34 @@ class Layout(NamedTuple):
         shards: the ranks that hold the parts of one replica.
         replicas: those that hold the same part in each replica; None if there is one replica.
         native: whether torch was to average over replicas itself: ``fully_shard`` was given a 2-D mesh.
+        tensor: the ranks that hold the parts of a tensor-parallel model; None without.
     """
 
     shards: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     native: bool
+    tensor: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
-        return self.shards.size() * (1 if self.replicas is None else self.replicas.size())
+        return math.prod(group.size() for group in (self.shards, self.replicas, self.tensor) if group is not None)
 
     @property
-    def place(self) -> tuple[int, list[int]]:
-        """Number of this rank's shard, and the ranks that are to hold the same one."""
-        return self.shards.rank(), [] if self.replicas is None else dist.get_process_group_ranks(self.replicas)
+    def part(self) -> str:
+        """What of the model this rank averages: its shard, or all of it where that is sharded over all ranks."""
+        tensor = "" if self.tensor is None else f"tensor{self.tensor.rank()}of{self.tensor.size()}."
+        return f"{tensor}whole" if self.replicas is None else f"{tensor}shard{self.shards.rank()}of{self.shards.size()}"
+
+    @property
+    def place(self) -> tuple[str, list[int]]:
+        """This rank's part, and the ranks that are to hold the same one."""
+        return self.part, [] if self.replicas is None else dist.get_process_group_ranks(self.replicas)
+
+    def agree(self, number: Tensor, op: Any) -> None:
+        """Reduce ``number`` over the ranks of this replica."""
+        for group in (self.shards, self.tensor):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(number, op=op, group=group)
 
 
 def layout_of(units: Sequence[Unit], replicas: Any) -> Layout:
@@ -49,10 +65,16 @@ def layout_of(units: Sequence[Unit], replicas: Any) -> Layout:
     layout, *others = layouts
     if others:
         raise UserError("the model's modules are sharded over several meshes", where=WHERE, fix="use one for all")
+    cut = {mesh: None for unit in units for mesh in unit.tensor_meshes}
+    if len(cut) > 1 or any(mesh.ndim != 1 for mesh in cut):
+        what = "parameters were DTensors on several meshes, or on one of several dimensions, before fully_shard"
+        raise UserError(what, where=WHERE, fix="parallelize_module over one 1-D mesh beside that of fully_shard")
+    layout = layout._replace(tensor=next((mesh.get_group() for mesh in cut), None))
     if layout.size != dist.get_world_size():
-        what = f"the mesh has {layout.size} of {dist.get_world_size()} ranks: other parallelism has not been tried"
+        # torch's pipeline schedules reduce when autograd is done; _ended would never be called.
+        what = f"the mesh has {layout.size} of {dist.get_world_size()} ranks, and all decide together, inside backward"
         fix = "shard over all ranks; for several replicas give fully_shard a 2-D mesh, or register replicas=mesh[...]"
-        raise UserError(what, where=WHERE, fix=fix)
+        raise UserError(f"{what}: no pipeline stages, and nobody beside", where=WHERE, fix=fix)
     return layout
 
 

@@ -89,7 +89,7 @@ class StrategyHandle(ProcessStrategy):
     def _agree(self, gradients: Sequence[Tensor]) -> None:
         """Make all gradients of this replica NaN if one of them, on any of its ranks, is not finite."""
         good = finite(gradients, self._units[0].device).float()
-        dist.all_reduce(good, op=dist.ReduceOp.MIN, group=self._layout.shards)
+        self._layout.agree(good, dist.ReduceOp.MIN)
         for gradient in gradients:
             gradient.masked_fill_(good == 0, torch.nan)
 

@@ -27,7 +27,7 @@ _OF_A_GROUP = attrgetter("fsdp_params", "mesh_info", "mp_policy", "device", "all
                          "gradient_divide_factor", "_all_reduce_hook", "_all_reduce_hook_stream",
                          "_reduce_scatter_comm", "_partial_reduce_output")  # fmt: skip
 _OF_A_PARAMETER = attrgetter("sharded_param", "sharded_size", "padded_sharded_param_size", "_orig_size",
-                             "fsdp_placement", "is_dtensor")  # fmt: skip
+                             "fsdp_placement", "_unsharded_dtensor_spec")  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -158,6 +158,12 @@ class Unit:
         return self._group.mesh_info
 
     @property
+    def tensor_meshes(self) -> list[Any]:
+        """Meshes of parameters that were DTensors before ``fully_shard``."""
+        specs = [each._unsharded_dtensor_spec for each in self._group.fsdp_params]
+        return [spec.mesh for spec in specs if spec is not None]
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self._group.device
         return device
@@ -253,9 +259,6 @@ def _refuse(unit: Unit) -> None:
         what = f"the unit of {unit.name} already has a hook or a reduce-scatter of its own"
         raise UserError(what, where=WHERE, fix="register once, before setting others, or call handle.remove() first")
     for each, name in zip(unit._group.fsdp_params, unit._names, strict=True):
-        if each.is_dtensor:
-            what = f"parameter {name} was a DTensor before fully_shard: tensor parallelism has not been tried"
-            raise UserError(what, where=WHERE, fix="shard plain parameters")
         if each.sharded_param.requires_grad and not each.sharded_param.is_floating_point():
             what = f"parameter {name} has type {each.sharded_param.dtype}"
             raise UserError(what, where=WHERE, fix="use real floating-point types")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +20,7 @@ import edgc.fsdp
 from edgc import EDGCConfig
 from edgc.runtime.device import masked_path
 from edgc.runtime.groups import gather_objects
+from edgc.strategies import StrategyConfig
 from tests.integration.fsdp_runs import (
     EDGC,
     POWERSGD,
@@ -32,10 +35,11 @@ from tests.integration.fsdp_runs import (
     replicas_equal,
     scattered,
     sharded,
+    tensor_parallel,
     tokens,
     watched,
 )
-from tests.workers import Cases, refused, same
+from tests.workers import Cases, equal, refused, same
 
 STEPS = 7
 case = Cases(4, "tests.integration.test_fsdp")
@@ -320,6 +324,47 @@ def loss_scales() -> None:
             run.optimizer.step()
         assert same(run.weights, plain.weights)
         assert run.handle.last.statistics.error_sq == plain.handle.last.statistics.error_sq > 0
+
+
+@case
+def tensor_parallelism() -> None:
+    """Each rank's part of a matrix by itself: the bits of torch without compression; what is sent and kept is what came
+    in; what all ranks of a replica hold stays equal on them; and all give a step up that one of them cannot take."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    make = partial(tensor_parallel, mesh, mesh["replicate", "shard"])
+    place: dict[str, Any] = {"place": mesh["replicate"].get_local_rank()}
+    plain = Run(mesh, net=make(), **place).train(0, 2)
+    exact = Run(mesh, {"method": "none"}, net=make(), **place).train(0, 2)
+    assert same(exact.weights, plain.weights)
+    run = Run(mesh, POWERSGD, net=make(), **place)
+    with watched(run) as gaps:
+        run.train(0, 2)
+    assert max(gaps) < 1e-6 and replicas_equal(mesh, run.weights)
+    assert all(equal(run.net[layer].weight.full_tensor()) for layer in (0, 4))
+    assert run.handle.last.statistics.bytes < run.handle.last.statistics.dense_bytes
+    states = gather_objects(run.handle.state_dict())
+    assert len({key for state in states for key in state}) == 4
+    run.handle.load_state_dict(states)
+    reduce, poison = run.handle.engine.reduce, math.nan if dist.get_rank() == 3 else 1.0
+    run.handle.engine.reduce = lambda gradients, group: (gradients[0].tensor.mul_(poison), reduce(gradients, group))
+    loss_of(run.net, tokens(9, place["place"])).backward()
+    assert run.handle.skipped == 1
+    law = StrategyConfig.from_dict({"name": "diloco", "every": 1, "lr": 1.0, "momentum": 0.0})
+    sgd = {"make": partial(torch.optim.SGD, lr=0.3), **place}
+    run = Run(mesh, {"method": "none"}, net=make(), options={"strategy": law}, **sgd).train(0, 2)
+    for name, weight in Run(mesh, net=make(), **sgd).train(0, 2).weights.items():
+        torch.testing.assert_close(run.weights[name], weight, rtol=1e-5, atol=1e-6)
+    # Sharded over all ranks of a part.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    make, place = partial(tensor_parallel, mesh, mesh["shard"]), {"place": mesh["shard"].get_local_rank()}
+    plain, exact, run = (
+        Run(mesh, settings, net=make(), **place).train(0, 2) for settings in (None, {"method": "none"}, QUANTISED)
+    )
+    assert same(exact.weights, plain.weights) and not same(run.weights, plain.weights)
+    assert all(equal(run.net[layer].weight.full_tensor()) for layer in (0, 4))
+    before = copy.deepcopy(run.handle.engine.errors)
+    run.handle.load_state_dict(gather_objects(run.handle.state_dict()))
+    assert same(run.handle.engine.errors, before)
 
 
 @case
