@@ -298,6 +298,7 @@ class ShardsOnly:
         self._before = {id(unit.mesh): (unit.mesh, type(unit.mesh)) for unit in units}
 
     def begin(self) -> None:
+        # Not above: of another torch, which may have it elsewhere, register says so in one line.
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
         for mesh, _ in self._before.values():
