@@ -32,7 +32,7 @@ from torch import Tensor
 from edgc.compressors import Gradient
 from edgc.compressors.base import Steps
 from edgc.engine import Engine
-from edgc.errors import UserError
+from edgc.errors import UserError, copied
 from edgc.runtime.device import host_decides, own_modes
 
 GATHER = (25 << 20, 100 << 20)
@@ -298,9 +298,10 @@ class BucketWorker:
         self._left.clear()
 
     def _described(self, error: BaseException) -> Exception:
-        """The error in one line, with where it happened; a mistake of the user's as it is."""
-        if isinstance(error, UserError):
-            return error
+        """The error in one line, with where it happened; as it is a mistake of the user's, and out of memory, which
+        programs know by its type, without the frames that hold memory."""
+        if isinstance(error, (UserError, torch.OutOfMemoryError)):
+            return copied(error)
         reason = " ".join(str(error).split()) or "no message"
         # Of the world, and nothing here may fail: an error of this thread's own would leave its callers waiting.
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -7,8 +7,8 @@ What follows from how FSDP2 works:
   for low rank most matrices are put together on one rank first (:mod:`edgc.fsdp.whole`).
 * An iteration is one backward that averages; those under ``set_requires_gradient_sync(False)`` only accumulate, and
   under ``set_requires_all_reduce(False)`` what the shard group has reduced waits for the next one that averages.
-* It ends when torch has ended backward. There the shard group learns whether any gradient on any of its ranks was not
-  finite (one all-reduce of one number). If so the whole step is given up on all ranks: error feedback, warm starts and
+* It ends when torch has ended backward. There the ranks of a replica learn whether any gradient on any of them was not
+  finite (an all-reduce of one number). If so the whole step is given up on all ranks: error feedback, warm starts and
   the controller's means are as if it had never been.
 * On a GPU everything runs on a stream beside backward's, and the host waits for nothing but where a decision is due.
 """
@@ -28,8 +28,9 @@ from edgc.checks import need
 from edgc.control.controller import Decision
 from edgc.engine import Iteration, loss_scale
 from edgc.errors import UserError
+from edgc.fsdp.layout import Layout, refuse_waiting
 from edgc.fsdp.state import Place, Saved
-from edgc.fsdp.units import Layout, ShardsOnly, Unit, outputs
+from edgc.fsdp.units import ShardsOnly, Unit, outputs
 from edgc.fsdp.whole import WholeMatrices
 from edgc.runtime.device import HostCopy, own_modes
 
@@ -43,7 +44,6 @@ class Handle:
         model: its root.
         scaler: follows the loss scale of this ``GradScaler``.
         owners: of matrices that one rank of a shard group averages whole (:mod:`edgc.fsdp.whole`).
-        place: what its state is of; by default of this rank's shard.
     """
 
     def __init__(
@@ -55,13 +55,12 @@ class Handle:
         scaler: Any,
         *,
         owners: Mapping[str, int] | None = None,
-        place: Place | None = None,
     ) -> None:
         self.engine, self._units, self._layout, self._scaler = engine, list(units), layout, scaler
         self._device = units[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._whole = WholeMatrices(owners or {}, layout.shards)
-        self._place = place or Place.of(layout)
+        self._place = Place.of(layout)
         self._skipped = 0
         self._queued = False  # whether the end of a backward will call
         self._seen = set[int]()  # units that were reduced in this iteration
@@ -77,12 +76,14 @@ class Handle:
 
     def remove(self) -> None:
         """End EDGC: from now on torch averages, over replicas too where it was given a 2-D mesh; a model on a mesh of
-        shards alone is no longer averaged over replicas. What error feedback still holds is dropped.
+        shards alone is no longer averaged over replicas. What error feedback still holds is dropped; what
+        ``set_requires_all_reduce(False)`` has kept back is not.
 
         To be called on every rank between the same two iterations; the model can be registered anew.
         """
         if torch._C._current_graph_task_id() >= 0:
             raise UserError("edgc.fsdp was called inside an iteration", fix="call it after backward")
+        refuse_waiting(self._units, self._layout)
         self._root.remove()
         while self._units:
             self._let_go(self._units.pop())
@@ -148,8 +149,7 @@ class Handle:
         with own_modes(), torch.cuda.stream(self._stream):
             bad = torch.zeros((), dtype=torch.float32, device=self._device)
             bad += self.engine.skips
-            if self._layout.shards.size() > 1:
-                dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=self._layout.shards)
+            self._layout.agree(bad, dist.ReduceOp.MAX)
             self._bad = HostCopy(bad)
         if self._stream is None or self.engine.closes_at_once:
             self.settle()

@@ -18,10 +18,11 @@ from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.fsdp.handle import Handle
+from edgc.fsdp.layout import Layout, layout_of, refuse_waiting
 from edgc.fsdp.scatter import ScatterHandle, refuse_method
 from edgc.fsdp.strategy import StrategyHandle
 from edgc.fsdp.strategy import refuse as refuse_strategy
-from edgc.fsdp.units import WHERE, Layout, Part, Unit, layout_of, units_of
+from edgc.fsdp.units import WHERE, Part, Unit, units_of
 from edgc.fsdp.whole import owners_of
 from edgc.runtime.groups import gather_objects
 from edgc.strategies.base import StrategyConfig
@@ -127,6 +128,7 @@ def _agreed(
     try:
         units = units_of(model)
         layout = layout_of(units, replicas)
+        refuse_waiting(units, layout)
         integer("iterations", iterations, 1)
         _refuse_stages(config)
         if scaler is not None and not callable(getattr(scaler, "scale", None)):

@@ -35,8 +35,8 @@ from edgc.config import EDGCConfig
 from edgc.engine import Iteration
 from edgc.errors import UserError
 from edgc.fsdp.handle import Handle
-from edgc.fsdp.state import Place
-from edgc.fsdp.units import WHERE, Layout, Part, Unit
+from edgc.fsdp.layout import Layout
+from edgc.fsdp.units import WHERE, Part, Unit
 from edgc.runtime.device import host_decides, own_modes
 
 
@@ -241,9 +241,7 @@ class ScatterHandle(Handle):
     def __init__(
         self, config: EDGCConfig, model: nn.Module, units: Sequence[Unit], layout: Layout, scaler: Any
     ) -> None:
-        # Every rank computes with gradients of its own here: to error feedback it is a replica.
-        place = Place("whole", layout.shards.rank(), layout.shards.size())
-        super().__init__(ScatterEngine(config, layout.shards), model, units, layout, scaler, place=place)
+        super().__init__(ScatterEngine(config, layout.shards), model, units, layout, scaler)
 
     def start(self) -> None:
         for unit in self._units:

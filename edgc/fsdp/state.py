@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from edgc.errors import UserError
-from edgc.fsdp.units import Layout
+from edgc.fsdp.layout import Layout
 
 Saved = Mapping[str, bytes]
 
@@ -31,10 +31,9 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> Place:
-        """The place of this rank's shard, which several replicas have."""
-        assert layout.replicas is not None
-        part = f"shard{layout.shards.rank()}of{layout.shards.size()}"
-        return cls(part, layout.replicas.rank(), layout.replicas.size())
+        """The place of this rank's part, which several replicas have."""
+        group = layout.replicas or layout.shards  # sharded over all, ranks have gradients of their own as replicas do
+        return cls(layout.part, group.rank(), group.size())
 
     def key(self) -> str:
         return f"{self.part}.replica{self.replica}of{self.replicas}"

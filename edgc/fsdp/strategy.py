@@ -21,8 +21,9 @@ from torch import Tensor
 from edgc.compressors.base import finite
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from edgc.fsdp.layout import Layout, refuse_waiting
 from edgc.fsdp.state import Place, Saved
-from edgc.fsdp.units import WHERE, Layout, LocalShards, ShardsOnly, Unit
+from edgc.fsdp.units import WHERE, LocalShards, ShardsOnly, Unit
 from edgc.runtime.device import own_modes
 from edgc.strategies.base import StrategyConfig
 from edgc.strategies.process import ProcessStrategy
@@ -88,7 +89,7 @@ class StrategyHandle(ProcessStrategy):
     def _agree(self, gradients: Sequence[Tensor]) -> None:
         """Make all gradients of this replica NaN if one of them, on any of its ranks, is not finite."""
         good = finite(gradients, self._units[0].device).float()
-        dist.all_reduce(good, op=dist.ReduceOp.MIN, group=self._layout.shards)
+        self._layout.agree(good, dist.ReduceOp.MIN)
         for gradient in gradients:
             gradient.masked_fill_(good == 0, torch.nan)
 
@@ -109,6 +110,7 @@ class StrategyHandle(ProcessStrategy):
 
     def remove(self) -> None:
         """End the strategy: torch averages from now on as it did. To be called on every rank, between two steps."""
+        refuse_waiting(self._units, self._layout)
         self._let_go()
         while self._units:
             self._units.pop().set_all_reduce(None, None)

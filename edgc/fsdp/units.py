@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,9 +25,9 @@ WHERE = "edgc.fsdp.register"
 # Names of torch's own, asked for when a model is registered and not first in the middle of a backward.
 _OF_A_GROUP = attrgetter("fsdp_params", "mesh_info", "mp_policy", "device", "all_reduce_grads",
                          "gradient_divide_factor", "_all_reduce_hook", "_all_reduce_hook_stream",
-                         "_reduce_scatter_comm")  # fmt: skip
+                         "_reduce_scatter_comm", "_partial_reduce_output")  # fmt: skip
 _OF_A_PARAMETER = attrgetter("sharded_param", "sharded_size", "padded_sharded_param_size", "_orig_size",
-                             "fsdp_placement", "is_dtensor")  # fmt: skip
+                             "fsdp_placement", "_unsharded_dtensor_spec")  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -71,7 +70,7 @@ class Unit:
     def __init__(self, module: FSDPModule, group: Any, names: dict[Tensor, str]) -> None:
         self.module, self._group = module, group
         self._names = [names[each.sharded_param] for each in group.fsdp_params]
-        self._partial: Tensor | None = None
+        self._partial: Tensor | None = None  # until backward has ended
         self._own: Any = None  # torch's reduce-scatter, while another has its place
 
     @property
@@ -106,16 +105,33 @@ class Unit:
         return {name: each.sharded_param for name, each in pairs if each.sharded_param.requires_grad}
 
     def accumulates(self, flat: Tensor) -> bool:
-        """True under ``set_requires_all_reduce(False)``: what the shard group has reduced, ``flat``, is kept here, and
-        zeros are left in its place; once averaging is asked for it is added to that ``flat``."""
-        if not self._group.all_reduce_grads:
-            self._partial = flat.clone() if self._partial is None else self._partial.add_(flat)
-            flat.zero_()
-            return True
+        """True under ``set_requires_all_reduce(False)``: what the shard group has reduced, ``flat``, is kept, and zeros
+        are left in its place; once averaging is asked for it is added to that ``flat``.
+
+        Between backwards it lies where torch's own lies: whoever averages next has it, and ``reset_iter_state`` drops
+        it. After each reduction torch puts None there.
+        """
+        before = self._group._partial_reduce_output if self._partial is None else self._partial
+        if before is not None:
+            flat.add_(before)
+            if before.is_cuda:
+                before.record_stream(torch.cuda.current_stream(flat.device))
+        self._partial = None
+        if self._group.all_reduce_grads:
+            return False
+        self._partial = flat.clone()
+        torch.autograd.Variable._execution_engine.queue_callback(self._keep)
+        flat.zero_()
+        return True
+
+    def _keep(self) -> None:
         if self._partial is not None:
-            flat.add_(self._partial)
-            self._partial = None
-        return False
+            self._group._partial_reduce_output, self._partial = self._partial, None
+
+    @property
+    def waits(self) -> bool:
+        """True if something that the shard group has reduced is still to be averaged."""
+        return self._group._partial_reduce_output is not None
 
     @property
     def by_rows(self) -> bool:
@@ -140,6 +156,12 @@ class Unit:
     def mesh(self) -> Any:
         """torch's description of the mesh."""
         return self._group.mesh_info
+
+    @property
+    def tensor_meshes(self) -> list[Any]:
+        """Meshes of parameters that were DTensors before ``fully_shard``."""
+        specs = [each._unsharded_dtensor_spec for each in self._group.fsdp_params]
+        return [spec.mesh for spec in specs if spec is not None]
 
     @property
     def device(self) -> torch.device:
@@ -237,9 +259,6 @@ def _refuse(unit: Unit) -> None:
         what = f"the unit of {unit.name} already has a hook or a reduce-scatter of its own"
         raise UserError(what, where=WHERE, fix="register once, before setting others, or call handle.remove() first")
     for each, name in zip(unit._group.fsdp_params, unit._names, strict=True):
-        if each.is_dtensor:
-            what = f"parameter {name} was a DTensor before fully_shard: tensor parallelism has not been tried"
-            raise UserError(what, where=WHERE, fix="shard plain parameters")
         if each.sharded_param.requires_grad and not each.sharded_param.is_floating_point():
             what = f"parameter {name} has type {each.sharded_param.dtype}"
             raise UserError(what, where=WHERE, fix="use real floating-point types")
@@ -268,67 +287,6 @@ class LocalShards(Mapping[str, Tensor]):
         return len(self._of)
 
 
-class Layout(NamedTuple):
-    """Groups of this rank.
-
-    Attributes:
-        shards: the ranks that hold the parts of one replica.
-        replicas: those that hold the same part in each replica; None if there is one replica.
-        native: whether torch was to average over replicas itself: ``fully_shard`` was given a 2-D mesh.
-    """
-
-    shards: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
-    native: bool
-
-    @property
-    def size(self) -> int:
-        return self.shards.size() * (1 if self.replicas is None else self.replicas.size())
-
-    @property
-    def place(self) -> tuple[int, list[int]]:
-        """Number of this rank's shard, and the ranks that are to hold the same one."""
-        return self.shards.rank(), [] if self.replicas is None else dist.get_process_group_ranks(self.replicas)
-
-
-def layout_of(units: Sequence[Unit], replicas: Any) -> Layout:
-    """The groups of the mesh that all units are on.
-
-    Args:
-        replicas: the mesh, of one dimension, over whose ranks the sharded model is repeated, if ``fully_shard`` was
-            given that of the shards alone.
-
-    Raises:
-        UserError: the units are on several meshes, or ``replicas`` does not fit.
-    """
-    layouts = {_layout(unit.mesh, replicas): None for unit in units}
-    layout, *others = layouts
-    if others:
-        raise UserError("the model's modules are sharded over several meshes", where=WHERE, fix="use one for all")
-    if layout.size != dist.get_world_size():
-        what = f"the mesh has {layout.size} of {dist.get_world_size()} ranks: other parallelism has not been tried"
-        fix = "shard over all ranks; for several replicas give fully_shard a 2-D mesh, or register replicas=mesh[...]"
-        raise UserError(what, where=WHERE, fix=fix)
-    return layout
-
-
-def _layout(mesh: Any, replicas: Any) -> Layout:
-    if not hasattr(mesh, "shard_process_group"):
-        raise UserError("nothing is sharded over this mesh", where=WHERE, fix="use edgc.ddp")
-    group = getattr(mesh, "replicate_process_group", None)
-    native = group is not None
-    if replicas is not None:
-        if native:
-            what = "replicas were given for a model on a 2-D mesh, which has them"
-            raise UserError(what, where=WHERE, fix="leave replicas out")
-        if getattr(replicas, "ndim", None) != 1:
-            what = f"replicas is no mesh of one dimension but {replicas!r}"
-            raise UserError(what, where=WHERE, fix="give mesh[name]")
-        group = replicas.get_group()
-    alone = group is None or group.size() == 1
-    return Layout(mesh.shard_process_group, None if alone else group, native)
-
-
 class ShardsOnly:
     """Takes the all-reduce over replicas from torch where ``fully_shard`` was given a 2-D mesh.
 
@@ -340,6 +298,7 @@ class ShardsOnly:
         self._before = {id(unit.mesh): (unit.mesh, type(unit.mesh)) for unit in units}
 
     def begin(self) -> None:
+        # Not above: of another torch, which may have it elsewhere, register says so in one line.
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
         for mesh, _ in self._before.values():

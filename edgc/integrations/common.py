@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,16 @@ def metrics(handle: Handle) -> dict[str, float]:
 
 
 def save(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
-    """Save the state of every rank in ``folder``; all files are whole when it returns. To be called on every rank."""
+    """Save the state of every rank in ``folder``; all files are whole when it returns, and none of a run with another
+    number of ranks is left. To be called on every rank."""
     file = Path(folder) / f"{name}-{_place(handle)}.pt"
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(handle.state_dict(), part := file.with_suffix(".part"))
     part.replace(file)
     gather_objects(None)
+    for other in _files(folder, name):
+        if other.stem.split("-")[-1] != file.stem.split("-")[-1]:
+            other.unlink(missing_ok=True)
 
 
 def load(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
@@ -104,13 +109,19 @@ def load(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
     files = [Path(folder) / f"{name}-{_place(handle)}.pt"]
     own = gather_objects(files[0].is_file())  # also waits for a rank that is still saving what is the framework's
     if not all(own):
-        files = sorted(Path(folder).glob(f"{name}-*-of-*.pt"))
+        files = _files(folder, name)
         if not any(gather_objects(len(files))):
             if dist.get_rank() == 0:
                 warnings.warn(f"edgc: no state in {folder}: {LOST}", stacklevel=2)
             return
     states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
     handle.load_state_dict(states[0] if all(own) else states)
+
+
+def _files(folder: str | Path, name: str) -> list[Path]:
+    """Those of any number of ranks; not of a model whose name begins with this one."""
+    usual = re.compile(rf"{re.escape(name)}-\d+-of-\d+")
+    return sorted(file for file in Path(folder).glob("*.pt") if usual.fullmatch(file.stem))
 
 
 def _place(handle: Handle) -> str:

@@ -102,9 +102,11 @@ class ProcessStrategy:
         step = self.strategy.step + 1
         try:
             return finished(steps)
+        except torch.OutOfMemoryError:  # which programs know by its type
+            raise
         except RuntimeError as error:
             # What a backend says of a lost peer names neither the rank nor the step.
-            rank, name = self.group.rank(), self._settings["strategy"]["name"]
+            rank, name = torch.distributed.get_rank(), self._settings["strategy"]["name"]
             what = f"edgc: strategy {name} stopped on rank {rank} in step {step}"
             raise RuntimeError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import edgc.fsdp
@@ -23,6 +24,7 @@ from edgc import EDGCConfig
 WIDTH = 8
 SMALL = {"min_compression_elements": 16}
 POWERSGD = {"method": "powersgd", "rank": 1, **SMALL}
+QUANTISED = {"method": "quantize", "bits": 4, **SMALL}
 EDGC = {
     "method": "edgc",
     "r_max": 2,
@@ -97,6 +99,15 @@ def sharded(
     return net
 
 
+def tensor_parallel(mesh: DeviceMesh, over: DeviceMesh) -> Any:
+    """A net whose two layers in the middle are cut over ``mesh["tensor"]``, sharded over ``over``."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH), nn.Linear(WIDTH, 11)
+    net = nn.Sequential(*layers)
+    parallelize_module(net, mesh["tensor"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    return fully_shard(net, mesh=over)
+
+
 def tokens(step: int, rank: int | None = None) -> Tensor:
     """A rank's tokens of a step."""
     rank = dist.get_rank() if rank is None else rank
@@ -130,6 +141,7 @@ class Run:
     decay: float = 1.0  # of the rate, every step
     net: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    place: int | None = None  # whose tokens it has, if not its rank's
     make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5)
 
     def __post_init__(self) -> None:
@@ -151,7 +163,7 @@ class Run:
                 self.net.set_requires_gradient_sync(last)
             else:
                 self.net.set_requires_all_reduce(last)
-            loss = loss_of(self.net, tokens(step * self.accumulation + micro)) / self.accumulation
+            loss = loss_of(self.net, tokens(step * self.accumulation + micro, self.place)) / self.accumulation
             loss.backward()
         self.losses.append(float(loss.detach()) * self.accumulation)
 

@@ -29,11 +29,11 @@ def check_ddp_example(printed: str, share: float = 0.25) -> None:
     assert all(0 < int(sent) < share * dense for _, _, sent in lines)
 
 
-def launched(program: Path, *arguments: str, path: tuple[Path, ...] = ()) -> str:
-    """What a program prints that torchrun starts on two ranks in its folder, with modules of those in ``path``."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+def launched(program: Path, *arguments: str, path: tuple[Path, ...] = (), ranks: int = 2) -> str:
+    """What a program prints that torchrun starts in its folder, with modules of those in ``path``."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*launch, *arguments],
+        [*launch, str(program), *arguments],
         cwd=program.parent,
         env={
             "PATH": "/usr/bin:/bin",

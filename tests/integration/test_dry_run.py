@@ -112,6 +112,19 @@ def test_the_papers_models_have_the_parameters_of_the_placement(study: str, meta
     assert total == shape.allocated_parameters
 
 
+def test_hygons_preset_needs_two_to_six_percent_more(meta: dict[str, Any]) -> None:
+    """The table of docs/audit.md: MB, per cent of all, per cent of weights, gradients and moments."""
+    for study, *more in (
+        ("gpt2_345m", (205, 2.1, 34), (343, 3.5, 57)),
+        ("gpt2_2p5b_v100", (724, 3.5, 31), (1263, 6.0, 55)),
+    ):
+        (none, model), *others = meta["hygon"][study]
+        for (total, _), (megabytes, of_all, of_model) in zip(others, more, strict=True):
+            assert (total - none) / 1e6 == pytest.approx(megabytes, abs=0.5)
+            assert 100 * (total - none) / none == pytest.approx(of_all, abs=0.05)
+            assert 100 * (total - none) / model == pytest.approx(of_model, abs=0.5)
+
+
 def test_only_the_compressed_stage_keeps_anything(virtual: Found) -> None:
     first, last = virtual["first_stage"][0], virtual["first_stage"][-1]
     assert first["error_feedback"] > 0 == last["error_feedback"]

@@ -106,9 +106,29 @@ def left_alone() -> None:
     handle.remove()
 
 
+def out_of_memory() -> None:
+    """It keeps its type, by which programs know that a smaller batch would do."""
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for strategy, config in (("diloco", EDGCConfig()), ("every_step", EDGCConfig(method="bf16"))):
+        wrapped = DistributedDataParallel(network())
+        optimizer = optimizer_of("diloco")(wrapped)
+        options: dict[str, Any] = {"strategy": StrategyConfig.from_dict(strategy), "optimizer": optimizer}
+        handle = edgc.register(wrapped, config, iterations=9, **options)
+        broken: Any = handle.strategy if isinstance(handle, StrategyHandle) else handle.engine.compressor
+        setattr(broken, "before_step" if strategy == "diloco" else "steps", fail)
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\."):
+            loss(wrapped, batch(0, 0)).backward()
+            optimizer.step()
+        handle.remove()
+
+
 def trained_each() -> dict[str, dict[str, Any]]:
     faulthandler.dump_traceback_later(300, exit=True)
     refusals()
+    out_of_memory()
     left_alone()
     found = {name: trained(name) for name in EXAMPLES}
     faulthandler.cancel_dump_traceback_later()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -201,8 +202,73 @@ def fetched(folder: Path, packages: tuple[str, ...]) -> Path:
     return folder
 
 
-def test_lightning(tmp_path: Path) -> None:
-    lightning = fetched(tmp_path / "lightning", LIGHTNING)
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fetched(tmp_path_factory.mktemp("packages") / "lightning", LIGHTNING)
+
+
+def test_replicas_of_shards(tmp_path: Path, lightning: Path) -> None:
+    """Two by two, one launch: Accelerate, the Trainer and Lightning, each by a low rank, resumed where it can be."""
+    hybrid = "parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)"
+    page = PAGE.read_text(encoding="utf-8")
+    plugin, alone = block("fsdp_version=2", PAGE), example("import Accelerator\n")
+    line = "accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)\n"
+    assert hybrid in page and line in alone
+    made = plugin.replace("Accelerator(", f"Accelerator(cpu=True, {hybrid}, ")
+    alone = alone.replace(line, made).replace("train(50)", "train(2)")
+    defined, trained = example("from transformers import").split("torch.manual_seed(1)")
+    trained = trained.replace("use_cpu=True, ", f"use_cpu=True, fsdp=True, {hybrid}, ")
+    for key in ("max_steps", "save_steps", "logging_steps"):
+        trained = re.sub(rf"{key}=\d+", f"{key}=4", trained)
+    module = example("import lightning\n").split("lightning.seed_everything(1)")[0]
+    text = f"""
+{ON_CPU}
+from accelerate.parallelism_config import ParallelismConfig
+
+{alone}
+ends = []
+for _ in range(2):
+    accelerator.load_state("state")
+    data.manual_seed(7 + accelerator.process_index)
+    train(2)
+    ends.append([parameter.detach().to_local().clone() for parameter in model.parameters()])
+
+
+def check(handle):
+    last = handle.last.statistics
+    assert handle._layout.replicas.size() == 2 and last.bytes < 0.5 * last.dense_bytes, last
+
+
+check(handle)
+assert all(map(torch.equal, *ends))
+accelerate.state.AcceleratorState._reset_state(True)
+{defined}
+torch.manual_seed(1)
+{trained}
+check(trainer.callback_handler.callbacks[-1].handle)
+accelerate.state.AcceleratorState._reset_state(True)
+{module}
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+{block("class Hybrid", PAGE)}
+rows, ends = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)), []
+for checkpoint in (None, "hybrid/epoch=0-step=2.ckpt"):
+    lightning.seed_everything(1)
+    callbacks = [CompressionCallback({CONFIG}), ModelCheckpoint("hybrid", save_top_k=-1)]
+    how = {{"accelerator": "cpu", "devices": 4, "max_epochs": 2, "accumulate_grad_batches": 2, "logger": False}}
+    strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+    trainer = lightning.Trainer(strategy=strategy, callbacks=callbacks, **how)
+    trainer.fit(Hybrid(), torch.utils.data.DataLoader(rows, batch_size=16, shuffle=True), ckpt_path=checkpoint)
+    ends.append([parameter.detach().to_local().clone() for parameter in trainer.strategy.model.parameters()])
+check(callbacks[0].handle)
+assert all(map(torch.equal, *ends)) and trainer.global_step == 4
+"""
+    program = tmp_path / "train.py"
+    program.write_text(text, encoding="utf-8")
+    launched(program, path=(lightning,), ranks=4)
+
+
+def test_lightning(tmp_path: Path, lightning: Path) -> None:
     program, out = tmp_path / "train.py", tmp_path / "out"
     text = example("import lightning\n")
     scaled = f"""

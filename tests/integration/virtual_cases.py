@@ -170,5 +170,23 @@ def models() -> dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]]:
     return found
 
 
+def hygon() -> dict[str, list[tuple[int, int]]]:
+    """The second stage of two of the paper's models without compression, under preset ``hygon`` at rank 64, and the
+    same with errors and factors in fp32: bytes that a GPU needs, and those of weights, gradients and moments."""
+    from experiments.simulation.placement import study_run
+    from experiments.simulation.virtual_rank import VirtualRank
+
+    fp32 = {"preset": "hygon", "error_dtype": "fp32", "factor_dtype": "fp32"}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for study in STUDIES[:2]:
+        run = study_run(study).model_dump()
+        for compression in ({"method": "none"}, {"preset": "hygon"}, fp32):
+            each = RunConfig(**{**run, "compression": compression})
+            first_of_stage = each.parallel.tensor * each.parallel.data
+            step = VirtualRank(each, first_of_stage).step(64 if "preset" in compression else None)
+            found.setdefault(study, []).append((step.total, step.parameters + step.gradients + step.optimizer))
+    return found
+
+
 if __name__ == "__main__":
-    json.dump({"ranks": virtual(), "models": models()}, sys.stdout)
+    json.dump({"ranks": virtual(), "models": models(), "hygon": hygon()}, sys.stdout)

@@ -224,8 +224,8 @@ class Projection(Compressor):
             torch.matmul(left, basis.T, out=result)
 
 
-def final_loss(seed: int, settings: dict[str, Any], *, projects: bool = False) -> float:
-    """Of a network of two layers that learns another one's function, 200 steps of two replicas with AdamW."""
+def final_loss(seed: int, settings: dict[str, Any], *, projects: bool = False, sgd: bool = False) -> float:
+    """Of a network of two layers that learns another one's function, 200 steps of two replicas with AdamW or SGD."""
 
     def network() -> nn.Module:
         return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
@@ -235,7 +235,9 @@ def final_loss(seed: int, settings: dict[str, Any], *, projects: bool = False) -
 
     torch.manual_seed(seed)
     teacher, student = network(), network()
-    optimizer = torch.optim.AdamW(student.parameters(), lr=4e-3, weight_decay=0)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(student.parameters(), lr=4e-3, weight_decay=0)
+    if sgd:
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     config = EDGCConfig.from_dict(settings)
     rehearsal = Rehearsal(student, optimizer=optimizer, config=config, replicas=2, iterations=200, loss=loss)
@@ -260,6 +262,7 @@ def test_slow_convergence_is_the_projection_more_than_the_warm_up() -> None:
             "defaults": hygon,
             "warm-up 0.2": {**hygon, **longer},
             "paper": {"preset": "paper", **small},
+            "paper, warm-up 0.1": {"preset": "paper", "warmup_limit_fraction": 0.1, **small},
             "projection": hygon,
             "projection, warm-up 0.2": {**hygon, **longer},
         }.items()
@@ -267,8 +270,12 @@ def test_slow_convergence_is_the_projection_more_than_the_warm_up() -> None:
     assert above["defaults"] == pytest.approx(1.4, abs=0.3)
     assert above["warm-up 0.2"] == pytest.approx(0.9, abs=0.2)
     assert above["paper"] == pytest.approx(0.7, abs=0.3)
+    assert above["paper, warm-up 0.1"] == pytest.approx(1.3, abs=0.2)
     assert above["projection"] == pytest.approx(10.3, abs=1.5)
     assert above["projection, warm-up 0.2"] == pytest.approx(5.9, abs=1.5)
+    none = final_loss(1, {"method": "none"}, sgd=True)
+    for values in (hygon, {**hygon, **longer}):
+        assert 100 * (final_loss(1, values, sgd=True) / none - 1) == pytest.approx(1.1, abs=0.2)
 
 
 def test_which_models_gain_depends_on_the_network() -> None:

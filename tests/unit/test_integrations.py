@@ -103,6 +103,7 @@ def saved(folder: str) -> tuple[list[dict[str, float]], torch.Tensor]:
     before = metrics(handle)
     step(model)
     save(handle, Path(folder) / "both")
+    save(handle, Path(folder) / "both", "edgc-2")
     save(handle, Path(folder) / "half")
     if dist.get_rank() == 1:
         (Path(folder) / "half" / "edgc-1-of-2.pt").unlink()
@@ -121,6 +122,7 @@ def loaded(folder: str) -> dict[str, Any]:
             refusal = said(lambda handle=handle, name=name: load(handle, Path(folder) / name))  # type: ignore[misc]
         owed = handle.engine.compressor.state_dict()["errors"].get("weight")
         results[name] = refusal, [str(warning.message) for warning in caught], owed
+    save(handle, Path(folder) / "both")
     return results
 
 
@@ -129,6 +131,9 @@ def test_numbers_for_a_log_and_states_for_another_number_of_ranks(tmp_path: Path
     assert before == {} and set(after) == {"edgc_bytes", "edgc_rank", "edgc_error"}
     assert 0 < after["edgc_bytes"] < 4 * 64 * 64 and after["edgc_rank"] == 2 and 0 < after["edgc_error"] < 1
     (found,) = run_workers(1, loaded, str(tmp_path))
+    assert sorted(file.name for file in (tmp_path / "both").iterdir()) == [
+        "edgc-0-of-1.pt", "edgc-2-0-of-2.pt", "edgc-2-1-of-2.pt",
+    ]  # fmt: skip
     refusal, said_of_it, here = found["both"]
     assert refusal == "nothing" and any("of 2 ranks goes on with 1" in text for text in said_of_it)
     torch.testing.assert_close(here, owed)
