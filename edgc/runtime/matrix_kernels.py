@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PRECISION = tl.constexpr("tf32x3")
-_TYPES = {torch.float32: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_NARROW = {torch.float32: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 HEIGHTS = (16, 64)  # rows of an instance
 _ENOUGH = 256  # instances that keep a GPU busy; with fewer each takes fewer rows
 
@@ -109,7 +109,7 @@ def _store(
     left_row,
     left_column,
     ONE_LEFT: tl.constexpr,
-    TYPE: tl.constexpr,
+    narrow: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
@@ -133,10 +133,10 @@ def _store(
         kept = x - tl.dot(left, right, input_precision=_PRECISION)
         right = tl.load(mean_right + of_right + column[None, :], mask=there, other=0.0)
         result = tl.dot(other, right, input_precision=_PRECISION)
-        if TYPE is not None:
+        if narrow is not None:
             kept += result
             result = tl.where(result > limit, limit, tl.where(result < -limit, -limit, result))
-            result = result.to(TYPE).to(tl.float32) if TYPE != tl.bfloat16 else _to_bfloat16(result)
+            result = _to_bfloat16(result) if narrow == tl.bfloat16 else result.to(narrow).to(tl.float32)
             kept -= result
         old = tl.load(error + of_error + column[None, :], mask=inside & bad, other=0.0).to(tl.float32)
         kept = tl.where(bad, old, kept)
@@ -194,14 +194,15 @@ def store(
         dtype: of the gradients. What it cannot hold of the result goes to E.
     """
     left, limit = own[0], min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    height = HEIGHTS[0] if left.shape[2] > 64 else height or _height(m)  # more have no room in registers
     _launch(
         _store,
         m,
-        height or _height(m),
+        height,
         (error, spare, *own, *mean, finite.view(torch.uint8), limit),
         (left.shape[2], m.stride(0), *left.stride()),
         ONE_LEFT=own[0] is mean[0],
-        TYPE=_TYPES[dtype],
+        narrow=_NARROW[dtype],
     )
 
 

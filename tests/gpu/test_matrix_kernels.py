@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-PRODUCT = 2.0**-20  # of the sum of the magnitudes that a product adds up
+PRODUCT = 2.0**-19  # of the sum of the magnitudes that a product adds up
 # Matrices, shape, rank: about a tile (16 or 64 rows, 64 columns), a row or a column alone, batches of tall tiles.
 CASES = [
     (1, (1, 1), 1),
