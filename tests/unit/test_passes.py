@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,10 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.base import square_sum, square_sums
+from edgc.compressors.base import square_sum, square_sums, within
+from edgc.compressors.kernels import matrix_kernels_for
 from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.compressors.powersgd.passes import Batched, Group, RowBlocks, batch_view
 from edgc.compressors.powersgd.state import State
+from edgc.runtime.channel import Channel
+from edgc.runtime.device import masked_path
+from tests.low_rank import power_sgd
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)
@@ -36,7 +43,102 @@ def group(shape: tuple[int, int], rank: int, error: Tensor) -> Group:
     return x
 
 
+class Stand(ModuleType):
+    """Kernels that leave the work to torch, and tell what they were asked for; the real ones: tests/gpu."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__("edgc.runtime.matrix_kernels")
+        self.fails, self.calls = fails, list[str]()
+
+    HEIGHTS = (16, 64)
+
+    def load(
+        self, m: Tensor, error: Tensor | None, right: Tensor | None, left: Tensor, height: int | None = None
+    ) -> Tensor:
+        self.calls.append("load")
+        if self.fails == "raises":
+            raise RuntimeError("no compiler\nat all")
+        norms = [m.double().square().sum((1, 2))]
+        if error is not None:
+            m.add_(error)
+        if right is not None:
+            torch.bmm(m, self._rounded(right).mT, out=left)
+        return torch.stack([*norms, m.double().square().sum((1, 2))])
+
+    def store(
+        self,
+        m: Tensor,
+        error: Tensor,
+        spare: Tensor,
+        own: tuple[Tensor, Tensor],
+        mean: tuple[Tensor, Tensor],
+        finite: Tensor,
+        dtype: torch.dtype,
+        height: int | None = None,
+    ) -> None:
+        self.calls.append("store")
+        result = mean[0] @ mean[1]
+        rounded = within(result.clone(), dtype).to(dtype).float()
+        spare.copy_(torch.where(finite, m - own[0] @ own[1] + result - rounded, error))
+        m.copy_(rounded)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) if self.fails == "TF32" else x
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Stand]:
+    def use(fails: str) -> Stand:
+        kernels = Stand(fails)
+        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+        monkeypatch.setattr(kernels.__name__, kernels, raising=False)
+        monkeypatch.setattr("edgc.compressors.kernels._tried", {})
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        return kernels
+
+    return use
+
+
 # --------------------------------------------------------------------- passes
+
+
+def courses(settings: dict[str, Any], dtype: torch.dtype, rank: int = 4) -> list[Tensor]:
+    """What two steps on the masked path leave in the gradients and in error feedback."""
+    compressor = power_sgd(**settings)
+    with masked_path():
+        for step in range(2):
+            tensors = [draw(50, 40, seed=2 * step + i).to(dtype) for i in range(2)]
+            compressor.reduce(named(tensors), Channel(None), rank)
+    return [*tensors, *compressor.errors.values()]
+
+
+@pytest.mark.parametrize("settings", [{}, {"error_dtype": "bf16"}, {"one_sided": True}, {"error_feedback": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_make_the_passes_over_a_batch_in_two_launches(
+    settings: dict[str, Any], dtype: torch.dtype, stand: Callable[[str], Stand]
+) -> None:
+    expected = courses(settings, dtype)
+    kernels = stand("")
+    assert matrix_kernels_for(4, torch.device("cpu")) is not None
+    kernels.calls.clear()
+    for one, other in zip(courses(settings, dtype), expected, strict=True):
+        assert torch.allclose(one, other, rtol=0.02 if one.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert kernels.calls == 2 * (["load", "store"] if "error_feedback" not in settings else ["load"])
+
+
+@pytest.mark.parametrize(("fails", "reason"), [("raises", "no compiler"), ("TF32", "other numbers than torch")])
+def test_kernels_that_do_not_do_are_left_out(fails: str, reason: str, stand: Callable[[str], Stand]) -> None:
+    expected = courses({}, torch.float32)
+    kernels = stand(fails)
+    with pytest.warns(UserWarning, match=f"rank 16 on cpu, torch's are: .*{reason}$"):
+        matrix_kernels_for(4, torch.device("cpu"))
+    kernels.calls.clear()
+    assert all(map(torch.equal, courses({}, torch.float32), expected)) and not kernels.calls
+
+
+def test_ranks_of_which_a_tile_has_no_room_have_no_kernels(stand: Callable[[str], Stand]) -> None:
+    kernels = stand("")
+    assert matrix_kernels_for(129, torch.device("cpu")) is None and not kernels.calls
 
 
 def test_small_errors_are_measured_and_not_a_difference() -> None:

@@ -19,12 +19,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from edgc.compressors.base import Gradient, square_sum, square_sums, within
+from edgc.compressors.kernels import matrix_kernels_for
 from edgc.runtime.device import HostCopy, reduced_products
 
 LEFT, RIGHT = 0, 1
@@ -356,6 +358,22 @@ class Batched(RowBlocks):
             x.bind(g)
             if not x.in_place:
                 torch._foreach_copy_(list(x.m), list(x.gradients))
+        others = []
+        for x in xs:
+            if (kernels := self._kernels(x)) is None:
+                others.append(x)
+            else:
+                right = x.start if x.side == RIGHT else None
+                x.gradient_sq, x.input_sq = kernels.load(x.m, x.error, right, x.summed)
+        if others:
+            self._load_by_torch(others)
+
+    def _kernels(self, x: Group) -> ModuleType | None:
+        """What makes the passes over matrices in place of torch's operations, if anything."""
+        usual = x.gradients[0].dtype.itemsize > 1 and (x.error is None or x.error.is_contiguous())
+        return matrix_kernels_for(x.rank, x.m.device) if usual else None
+
+    def _load_by_torch(self, xs: Sequence[Group]) -> None:
         for x, sums in zip(xs, square_sums([x.m for x in xs]), strict=True):
             x.gradient_sq = x.input_sq = sums
         owing = [(x, x.error) for x in xs if x.error is not None]
@@ -371,6 +389,17 @@ class Batched(RowBlocks):
         torch.bmm(x.basis.mT, x.m, out=x.own)
 
     def _store(self, x: Group, error_sq: Tensor, finite: Tensor) -> Tensor:
+        if x.error is not None and x.spare is not None and (kernels := self._kernels(x)) is not None:
+            kernels.store(x.m, x.error, x.spare, x.pair(x.own), x.pair(x.mean), finite, x.gradients[0].dtype)
+            if not x.in_place:
+                torch._foreach_copy_(list(x.gradients), list(x.m))
+        else:
+            self._store_by_torch(x, finite)
+        if not x.in_place:
+            x.let_go()
+        return error_sq
+
+    def _store_by_torch(self, x: Group, finite: Tensor) -> None:
         if x.error is not None:
             x.m.baddbmm_(*x.pair(x.own), alpha=-1)
         left, right = x.pair(x.mean)
@@ -391,9 +420,6 @@ class Batched(RowBlocks):
             torch.bmm(left, right, out=x.m)
             if not x.in_place:
                 torch._foreach_copy_(list(x.gradients), list(x.m))
-        if not x.in_place:
-            x.let_go()
-        return error_sq
 
     def keep(self, means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         counts = [len(mean) for mean in means]
