@@ -46,7 +46,7 @@ ALL = [
 ]
 MASKED = [setting for setting in contract.SETTINGS if setting.masked and setting.dtype != torch.float64]
 # Slow in the interpreter; on a GPU test_contract.py runs all.
-NAMES = ("powersgd", "powersgd", "powersgd", "powersgd one-sided", "powersgd int8", "powersgd errors in bf16", "edgc")
+NAMES = ("powersgd", "powersgd", "powersgd", "powersgd one-sided", "powersgd int8", "powersgd errors in bf16")
 
 
 class Case:
