@@ -1,7 +1,7 @@
 """``make soak``: random training of every method and strategy over 2 and 4 ranks, lost ranks, and kills.
 
 Everything follows from the seed, which is printed first, but for the moments at which kills come. A failure is one
-line, for a step with the command that does it again. What was done is written to ``RESULTS/soak/<machine>.json``.
+line, for a step with the command that does it again. What was done is written to ``RESULTS/soak/<machine>-<seed>.json``.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def main() -> int:
             record |= found if name == "steps" else {"kills": record["kills"] | {name: found}}
             print(f"{name}: done after {time.time() - began:.0f} s", flush=True)
     record |= {"seconds": round(time.time() - began), "result": failures or "ok"}
-    path = options.results / "soak" / f"{record['machine']['slug']}.json"
+    path = options.results / "soak" / f"{record['machine']['slug']}-{seed}.json"
     atomic_write(path, json.dumps(record, indent=1) + "\n")
     print(path)
     return 1 if failures else 0
