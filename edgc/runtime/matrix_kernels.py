@@ -1,7 +1,7 @@
 """Passes of low-rank methods over matrices M [B, m, n], each in one launch for all matrices of a shape: M = G + E with
 its norms and P = M Q in one read; the new E and the result in another.
 
-Written in Triton, as :mod:`edgc.runtime.block_kernels`, and to be imported as that is. An instance of a kernel walks
+Written in Triton, as ``edgc.runtime.block_kernels``, and to be imported as that is. An instance of a kernel walks
 along some rows of one matrix, so sums have one order and equal input gives equal bits. M is what torch's addition
 gives, bit for bit. Products are made in three parts on tensor cores (3xTF32: Ootomo and Yokota, IJHPCA 36, 2022), which
 keeps what fp32 does, and add up in fp32. Squares add up in fp64.

@@ -44,8 +44,7 @@ from edgc.compressors.dense import Dense
 from edgc.compressors.powersgd import QUANTISED_BITS, LowRankConfig, saves_bytes
 from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Group, Members, RowBlocks, Spectrum
 from edgc.compressors.powersgd.state import State
-from edgc.compressors.quantised_mean import QuantisedMean
-from edgc.compressors.quantization import Blocks
+from edgc.compressors.quantization import Blocks, QuantisedMean
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
@@ -404,7 +403,7 @@ class Wire:
     all-reduced, and the reduction itself rounds too, its partial sums and the mean: by at most 2^-8 of each sum,
     unbiased and the same on all workers, known to nobody and therefore kept by nobody. It is lost once and does not
     pile up. Quantised factors are summed in fp32 and lose nothing: whoever owns a shard of the sum keeps what rounding
-    the mean once more costs (:mod:`edgc.compressors.quantised_mean`).
+    the mean once more costs (:mod:`edgc.compressors.quantization`).
 
     All buffers live as long as the object.
 
