@@ -67,11 +67,11 @@ def matrix() -> None:
     for unused, static, dtype in MATRIX:
         # Fewer parameters, smaller buckets: one for each of the four.
         cap = 1e-3 if unused else 4e-5
-        case = Case(accumulation=2, unused=unused, static=static, dtype=dtype, steps=60, bucket_cap_mb=cap)
+        case = Case(accumulation=2, unused=unused, static=static, dtype=dtype, steps=32, bucket_cap_mb=cap)
         result = trained(case)
         losses = torch.tensor(result["losses"])
         dist.all_reduce(losses)
-        assert losses[-8:].sum() < 0.7 * losses[:8].sum(), f"{case} does not learn"
+        assert losses[-8:].sum() < 0.8 * losses[:8].sum(), f"{case} does not learn"
         assert result["buckets"] >= (5 if unused else 4), case
 
 

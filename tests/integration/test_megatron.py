@@ -21,8 +21,11 @@ OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True}
 SMALL_BUCKETS: dict[str, Any] = {**OVERLAP, "bucket_elements": 15000}
 
 
-def trained(compression: dict[str, Any], *, full_rank: bool = False, attached: bool = True, **sections: Any) -> Ranks:
-    ranks = everywhere(configuration("test", compression, **sections), full_rank=full_rank, attached=attached)
+def trained(
+    compression: dict[str, Any], *, iterations: int = 12, full_rank: bool = False, attached: bool = True, **sections: Any
+) -> Ranks:
+    run = configuration("test", compression, **sections)
+    ranks = everywhere(run, iterations=iterations, full_rank=full_rank, attached=attached)
     learns(ranks)
     return ranks
 
@@ -65,7 +68,7 @@ def decisions(ranks: Ranks) -> list[dict[str, Any]]:
 @case
 def phases() -> None:
     for parallel in ({}, {"tensor": 2, "pipeline": 1, "data": 2}):
-        rows = decisions(trained(EDGC, parallel=parallel))
+        rows = decisions(trained(EDGC, iterations=20, parallel=parallel))
         assert rows[-1]["phase"] == "active"
         ranks = [rank for row in rows if row["phase"] == "active" for rank in row["ranks"]]
         assert ranks and all(4 <= rank <= 16 and rank % 4 == 0 for rank in ranks)
@@ -75,7 +78,7 @@ def phases() -> None:
 def cost_gate() -> None:
     """It measures every group of every stage, again after its interval."""
     settings = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
-    gates = [row["gate"] for row in decisions(trained(settings)) if row["gate"]]
+    gates = [row["gate"] for row in decisions(trained(settings, iterations=20)) if row["gate"]]
     assert len(gates) >= 2
     for verdicts in gates:
         assert {verdict["stage"] for verdict in verdicts} == {0, 1}

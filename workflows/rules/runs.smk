@@ -7,6 +7,8 @@ rule data:
         [f"<results>/data/{{data}}/{name}" for name in DATA_FILES],
     log:
         "<logs>/data/{data}.log",
+    # Before all that asks for one core, which fills what runs leave over.
+    priority: 1
     threads: 2
     params:
         folder=subpath(output[0], parent=True),
@@ -37,6 +39,7 @@ rule train:
         [f"<results>/{{study}}/{{run}}/{name}" for name in RUN_FILES],
     log:
         "<logs>/train/{study}/{run}.log",
+    priority: 1
     # A core for each process, so that runs side by side do not disturb each other's timings; Snakemake cuts it down
     # to the machine.
     # Under Slurm they are those of one node, and a task is the launcher of one node.
