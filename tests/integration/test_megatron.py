@@ -22,7 +22,12 @@ SMALL_BUCKETS: dict[str, Any] = {**OVERLAP, "bucket_elements": 15000}
 
 
 def trained(
-    compression: dict[str, Any], *, iterations: int = 12, full_rank: bool = False, attached: bool = True, **sections: Any
+    compression: dict[str, Any],
+    *,
+    iterations: int = 12,
+    full_rank: bool = False,
+    attached: bool = True,
+    **sections: Any,
 ) -> Ranks:
     run = configuration("test", compression, **sections)
     ranks = everywhere(run, iterations=iterations, full_rank=full_rank, attached=attached)

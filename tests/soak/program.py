@@ -1,7 +1,8 @@
 """``make soak``: random training of every method and strategy over 2 and 4 ranks, lost ranks, and kills.
 
 Everything follows from the seed, which is printed first, but for the moments at which kills come. A failure is one
-line, for a step with the command that does it again. What was done is written to ``RESULTS/soak/<machine>-<seed>.json``.
+line, for a step with the command that does it again. What was done is written to
+``RESULTS/soak/<machine>-<seed>.json``.
 """
 
 from __future__ import annotations
