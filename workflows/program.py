@@ -65,8 +65,8 @@ def lock(folder: Path) -> IO[str]:
             handle.seek(0)
             owner = handle.read().strip()
             if time.monotonic() > deadline or not owner.isdigit() or psutil.pid_exists(int(owner)):
-                fix = "wait for it or stop it"
-                raise UserError(f"another workflow is running, process {owner}", where=path, fix=fix) from None
+                what = f"another workflow is running, process {owner or 'unknown'}"
+                raise UserError(what, where=path, fix="wait for it or stop it") from None
             time.sleep(0.1)  # it was killed a moment ago, and its Snakemake is being killed
     handle.truncate(0)
     handle.write(f"{os.getpid()}\n")

@@ -2,7 +2,9 @@
 dozens, and of ``edgc.runtime.matrix_kernels``, for these read a matrix nine times.
 
 On a GPU where there is a ``triton``, or on a CPU with ``TRITON_INTERPRET=1`` in the environment, which is slow. Each
-kind of message and rank is tried first, on every device: what the kernels cannot do or do otherwise stays torch's.
+kind of message and rank is tried first, on every device: what the kernels cannot do or do otherwise stays torch's. But
+products of matrices are not torch's to the bit, so replicas would part if only some ranks had those kernels: they are
+used where ``EDGC_MATRIX_KERNELS=1`` asks every rank for them, and a rank on which they fail stops.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from edgc.errors import UserError
 from edgc.lazy import torch
 
 if TYPE_CHECKING:
     from edgc.compressors.quantization import Blocks
 
+_ASKS = {"cpu": "TRITON_INTERPRET", "cuda": "EDGC_MATRIX_KERNELS"}
 _LARGEST = 128  # rank of which a tile has room
 _PRODUCT = 2.0**-18  # of the products' magnitudes: fp32 and its parts in TF32 lose less, TF32 alone more
 _tried: dict[tuple[torch.device, str], ModuleType | None] = {}
@@ -35,12 +39,20 @@ def kernels_for(blocks: Blocks, device: torch.device) -> ModuleType | None:
 
 
 def matrix_kernels_for(rank: int, device: torch.device) -> ModuleType | None:
-    """The kernels, if they are to make passes over matrices on ``device`` at ``rank``; else as :func:`kernels_for`."""
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if rank > _LARGEST or not (interpreted or device.type == "cuda"):
+    """The kernels, if they are to make passes over matrices on ``device`` at ``rank``.
+
+    Raises:
+        UserError: they were asked for on a GPU, and do not do.
+    """
+    asked = _ASKS.get(device.type)
+    if rank > _LARGEST or asked is None or os.environ.get(asked) != "1":
         return None
     padded = max(16, 1 << (rank - 1).bit_length())  # as a tile is
-    return _first(device, f"rank {padded}", lambda: _try_matrices(padded, device))
+    found = _first(device, f"rank {padded}", lambda: _try_matrices(padded, device))
+    if found is None and device.type == "cuda":
+        fix = "leave it out on every rank; a warning says why, if there is a triton"
+        raise UserError(f"kernels of Triton do not do for rank {padded} on {device}", where=f"{asked}=1", fix=fix)
+    return found
 
 
 def _first(device: torch.device, what: str, check: Callable[[], ModuleType | None]) -> ModuleType | None:
@@ -78,7 +90,9 @@ def _try_matrices(rank: int, device: torch.device) -> ModuleType | None:
 
     generator = torch.Generator("cpu").manual_seed(0)
     shapes = ((2, 70, 130), (2, 70, 130), (2, rank, 130), (2, 70, rank))
-    g, error, right, left = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    g, error, right, left = (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device) for shape in shapes
+    )
     good = torch.ones((), dtype=torch.bool, device=device)
     for height in matrix_kernels.HEIGHTS:
         m, p, spare = g.clone(), torch.empty_like(left), torch.empty_like(g)

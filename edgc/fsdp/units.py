@@ -70,7 +70,8 @@ class Unit:
     def __init__(self, module: FSDPModule, group: Any, names: dict[Tensor, str]) -> None:
         self.module, self._group = module, group
         self._names = [names[each.sharded_param] for each in group.fsdp_params]
-        self._partial: Tensor | None = None  # until backward has ended
+        self._partial: Tensor | None = None  # until backward has ended,
+        self._task = -1  # this one
         self._own: Any = None  # torch's reduce-scatter, while another has its place
 
     @property
@@ -111,7 +112,9 @@ class Unit:
         Between backwards it lies where torch's own lies: whoever averages next has it, and ``reset_iter_state`` drops
         it. After each reduction torch puts None there.
         """
-        before = self._group._partial_reduce_output if self._partial is None else self._partial
+        task = torch._C._current_graph_task_id()
+        mine = self._partial is not None and self._task == task  # not of a backward that failed
+        before = self._partial if mine else self._group._partial_reduce_output
         if before is not None:
             flat.add_(before)
             if before.is_cuda:
@@ -119,7 +122,7 @@ class Unit:
         self._partial = None
         if self._group.all_reduce_grads:
             return False
-        self._partial = flat.clone()
+        self._partial, self._task = flat.clone(), task
         torch.autograd.Variable._execution_engine.queue_callback(self._keep)
         flat.zero_()
         return True

@@ -60,8 +60,8 @@ def _load(
     RANK: tl.constexpr,
 ):
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, r = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
-    of_m = m + batch * between + row.to(tl.int64)[:, None] * columns
+    row, r = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, RANK).to(tl.int64)
+    of_m = m + batch * between + row[:, None] * columns
     of_error = error + (batch * rows + row)[:, None] * columns
     of_right = right + batch * rank * columns + r[None, :] * columns
     gradient_sq = tl.zeros((ROWS, COLUMNS // 4), tl.float64)
@@ -115,8 +115,8 @@ def _store(
     RANK: tl.constexpr,
 ):
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, r = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
-    of_m = m + batch * between + row.to(tl.int64)[:, None] * columns
+    row, r = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, RANK).to(tl.int64)
+    of_m = m + batch * between + row[:, None] * columns
     of_error = (batch * rows + row)[:, None] * columns
     of_left = batch * left_batch + row[:, None] * left_row + r[None, :] * left_column
     of_right = batch * rank * columns + r[:, None] * columns
@@ -168,7 +168,7 @@ def load(m: Tensor, error: Tensor | None, right: Tensor | None, left: Tensor, he
         m,
         height,
         (m if error is None else error, m if right is None else right, left, sums),
-        (left.shape[2], m.stride(0), *left.stride()),
+        (1 if right is None else left.shape[2], m.stride(0), *left.stride()),
         OWES=error is not None,
         FACTORS=right is not None,
     )

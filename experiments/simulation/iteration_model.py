@@ -195,8 +195,8 @@ def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False, beside
     """(End of the stage's last step, end of its reduction), in seconds.
 
     Buckets use the link one after another in the order in which they are complete. With ``overlap`` each is
-    compressed when it is complete, which delays the rest of backward; until that is over messages advance at
-    ``beside`` of their speed.
+    compressed when it is complete, which delays the rest of backward; until that is over, what is computed between two
+    messages aside, messages advance at ``beside`` of their speed.
     """
     last = spans[-1]  # a backward step
     busy = last.end + sum(bucket.compress for bucket in stage.buckets) if overlap else last.end

@@ -24,6 +24,12 @@ pytestmark = [
     ),
 ]
 
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGC_MATRIX_KERNELS", "1")
+
+
 PRODUCT = 2.0**-19  # of the sum of the magnitudes that a product adds up
 # Matrices, shape, rank: about a tile (16 or 64 rows, 64 columns), a row or a column alone, batches of tall tiles.
 CASES = [
