@@ -47,7 +47,7 @@ rule export:
         directory("<results>/{study}/models"),
     log:
         "<logs>/export/{study}.log",
-    threads: 2
+    priority: 1
     params:
         data=subpath(input.data, parent=True),
         code=code("experiments.evaluation.export"),
