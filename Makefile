@@ -135,7 +135,8 @@ bytes: venv ## count what every method sends (docs/library/bytes.md) and what a 
 
 # What each part of `make gpu` may take in seconds, and what the Python then runs; the most useful first. Together they
 # have GPU_SECONDS: the first four fit, and the last one has what they leave.
-PARTS ?= step tests engine rehearsal stage
+GPU_PARTS = step tests engine rehearsal stage
+PARTS ?= $(GPU_PARTS)
 GPU_SECONDS = $(if $(FULL),8700,720)
 ON_GPU = --device cuda --results '$(RESULTS)/bench'
 BRIEF = $(if $(FULL),,--quick)
@@ -154,8 +155,8 @@ gpu: ## profile, test, time and rehearse on an NVIDIA GPU, 12 minutes (PYTHON; P
 	@end() { echo "error: $$1; $$2" >&2; exit 2; }; \
 	sees() { "$$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; }; \
 	[ -z '$(ARGS)' ] || end 'make gpu takes no ARGS' 'use PARTS="tests step" or FULL=1'; \
-	unknown='$(filter-out step tests engine rehearsal stage,$(PARTS))'; \
-	[ -z "$$unknown" ] || end "unknown part $$unknown" 'use some of PARTS="step tests engine rehearsal stage"'; \
+	unknown='$(filter-out $(GPU_PARTS),$(PARTS))'; \
+	[ -z "$$unknown" ] || end "unknown part $$unknown" 'use some of PARTS="$(GPU_PARTS)"'; \
 	found=$$(nvidia-smi 2> /dev/null) || end 'nvidia-smi finds no GPU' '`make test` runs tests/gpu on the CPU'; \
 	$(if $(PYTHON),,$(MAKE) --no-print-directory venv;) \
 	python='$(or $(PYTHON),$(PY))'; over='$(abspath $(VENV))-gpu'; \

@@ -56,7 +56,7 @@ def matrix_kernels_for(rank: int, device: torch.device) -> ModuleType | None:
 
 
 def _first(device: torch.device, what: str, check: Callable[[], ModuleType | None]) -> ModuleType | None:
-    """What ``check`` says of ``what`` when it is first asked for."""
+    """Result of ``check``, which is made when ``what`` is first asked for."""
     if (device, what) not in _tried:
         reason, found, there = "they give other numbers than torch", None, True
         try:

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
     @property
     def part(self) -> str:
-        """What of the model this rank averages: its shard, or all of it where that is sharded over all ranks."""
+        """Part of the model that this rank averages: its shard, or all of it where that is sharded over all ranks."""
         tensor = "" if self.tensor is None else f"tensor{self.tensor.rank()}of{self.tensor.size()}."
         return f"{tensor}whole" if self.replicas is None else f"{tensor}shard{self.shards.rank()}of{self.shards.size()}"
 

@@ -113,12 +113,12 @@ class Unit:
         it. After each reduction torch puts None there.
         """
         task = torch._C._current_graph_task_id()
-        mine = self._partial is not None and self._task == task  # not of a backward that failed
-        before = self._partial if mine else self._group._partial_reduce_output
-        if before is not None:
-            flat.add_(before)
-            if before.is_cuda:
-                before.record_stream(torch.cuda.current_stream(flat.device))
+        current = self._partial is not None and self._task == task  # not of a backward that failed
+        kept = self._partial if current else self._group._partial_reduce_output
+        if kept is not None:
+            flat.add_(kept)
+            if kept.is_cuda:
+                kept.record_stream(torch.cuda.current_stream(flat.device))
         self._partial = None
         if self._group.all_reduce_grads:
             return False

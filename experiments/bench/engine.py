@@ -29,7 +29,7 @@ from experiments.bench import machine, terminal
 from experiments.bench.collectives import join
 from experiments.bench.engines import Copy, Engine, Ours, Shape, TorchHook, entries, layer_shapes, make
 from experiments.bench.kernels import kernels, timed
-from experiments.bench.terminal import Positive, Say, device_of, one_of, spread
+from experiments.bench.terminal import DEVICE, Device, Positive, Say, device_of, one_of, spread
 from experiments.bench.workers import Group, Worker, ranks
 
 SHOWN = "network allocator threads rank engine factor_dtype cpu_ms wall_ms speedup_wall"
@@ -73,7 +73,7 @@ class Plan(terminal.Plan):
     ranks: tuple[Positive, ...] = Field((8, 32, 64, 128), description="ranks, with commas")
     threads: tuple[Positive, ...] = Field((1, 2), description="threads, with commas; ignored on a GPU")
     repeats: Positive = Field(7, description="rounds; medians are taken over them")
-    device: Annotated[str, one_of("auto", "cpu", "cuda")] = Field("auto", description="auto, cpu or cuda")
+    device: Device = DEVICE
     # The first times all engines.
     allocators: tuple[Annotated[str, one_of(*ALLOCATORS)], ...] = Field(
         tuple(ALLOCATORS), description="ignored on a GPU"

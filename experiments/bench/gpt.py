@@ -64,6 +64,16 @@ def batch(size: Size, generator: torch.Generator) -> Tensor:
     return torch.randint(size.vocabulary, shape, generator=generator)
 
 
+def has_bf16(device: torch.device) -> bool:
+    """True of a GPU that computes in bf16."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def autocast(bf16: bool) -> contextlib.AbstractContextManager[Any]:
+    """Context of a forward pass, in bf16 on a GPU or as it is."""
+    return torch.autocast("cuda", torch.bfloat16) if bf16 else contextlib.nullcontext()
+
+
 class Trainer:
     """A model with one way of averaging its gradients.
 
@@ -91,7 +101,7 @@ class Trainer:
         torch.manual_seed(0)
         settings = {"bucket_mb": None, **options}
         self.hook, self.device = settings.pop("hook"), torch.device(device)
-        self.autocast = autocast and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        self.autocast = autocast and has_bf16(self.device)
         # DDP's own size is left to DDP, which makes the first bucket smaller than the others.
         cap = settings.pop("bucket_mb")
         model = GPT(size).to(self.device)
@@ -119,12 +129,11 @@ class Trainer:
 
     def step(self, text: Tensor) -> list[Mark]:
         """One training step; marks of its start, of the ends of forward and backward, and of its end."""
-        bf16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
         compressed = self.state.total_numel_after_compression if self.state else 0
         self.complete.clear()
         self.marks = [mark(self.device)]
         self.optimizer.zero_grad()
-        with bf16:
+        with autocast(self.autocast):
             loss = self.model(text)
         self.marks.append(mark(self.device))
         loss.backward()

@@ -9,7 +9,6 @@ first. One seed, nothing tuned: it judges no method. Seconds are those of one pr
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import math
@@ -30,8 +29,8 @@ from edgc.errors import UserError
 from edgc.rehearsal import Rehearsal
 from edgc.strategies.base import StrategyConfig
 from experiments.bench import terminal
-from experiments.bench.gpt import GPT, Size
-from experiments.bench.terminal import Positive, Say, device_of, one_of, spread
+from experiments.bench.gpt import GPT, Size, autocast, has_bf16
+from experiments.bench.terminal import DEVICE, Device, Positive, Say, spread
 from experiments.data.corpus import open_source
 from experiments.data.tokenizer import encode_documents, train_bpe
 from experiments.spec.settings import DataConfig
@@ -69,13 +68,8 @@ class Plan(terminal.Plan, Size):
     seconds: Annotated[float, Field(gt=0)] = Field(300.0, description="that it may take, without its imports")
     steps: Positive = Field(2000, description="of each variant, at most")
     documents: Annotated[int, Field(ge=0)] = Field(0, description="of the text, at most; 0: all")
-    device: Annotated[str, one_of("auto", "cpu", "cuda")] = Field("auto", description="auto, cpu or cuda")
+    device: Device = DEVICE
     autocast: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_device(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {"device": device_of(options.get("device", "auto"))}
 
     @model_validator(mode="after")
     def _fits(self) -> Plan:
@@ -154,7 +148,7 @@ def tokens(plan: Plan) -> dict[str, Tensor]:
 
 
 class Course:
-    """What all variants have in common: text, batches, and the weights and optimizer that they begin with.
+    """Text, batches, and the weights and optimizer that all variants begin with.
 
     Attributes:
         steps, window: of a run.
@@ -170,7 +164,7 @@ class Course:
         count = min(HELD_OUT, len(text["validation"]) // length)
         held_out = text["validation"][: count * length].view(count, length)
         self.held_out = [each.to(self.device) for each in held_out.split(plan.batch)]
-        self.bf16 = plan.autocast and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        self.bf16 = plan.autocast and has_bf16(self.device)
         torch.manual_seed(SEED)
         model = GPT(plan)
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -193,7 +187,7 @@ class Course:
 
     def loss(self, model: torch.nn.Module, batch: Tensor) -> Tensor:
         """Loss of a batch, in nats a token."""
-        with torch.autocast("cuda", torch.bfloat16) if self.bf16 else contextlib.nullcontext():
+        with autocast(self.bf16):
             loss: Tensor = model(batch)
         return loss
 
@@ -275,7 +269,7 @@ class Course:
         config, strategy = self.settings(variant)
         rehearsal = self.rehearsal(config, strategy)
         first, sent, _ = self.start
-        losses, seconds, ranks, before = [], [], [], 0.0
+        losses, seconds, ranks, warm_up_bytes = [], [], [], 0.0
         step = first
         while step < self.steps and time.perf_counter() < self.deadline:
             step += 1
@@ -286,14 +280,14 @@ class Course:
             seconds.append(time.perf_counter() - began)
             ranks += [last.rank for engine in rehearsal.engines[:1] if (last := engine.last) and last.rank is not None]
             if step == self.warm_up and first < step:
-                before = rehearsal.bytes
-                self.start = step, before, _saved(rehearsal.models[0], rehearsal.optimizers[0])
+                warm_up_bytes = rehearsal.bytes
+                self.start = step, warm_up_bytes, _saved(rehearsal.models[0], rehearsal.optimizers[0])
                 self._wait()
         if variant == EDGC and ranks:
             self.rank = round(sum(ranks) / len(ranks))
-        peak, report, after = self._peak(), rehearsal.report(), step - self.warm_up
+        peak, report, rest = self._peak(), rehearsal.report(), step - self.warm_up
         seconds = seconds[self.warm_up - first :] or [math.nan]
-        bytes_after = (rehearsal.bytes - before) / after if after > 0 else math.nan
+        bytes_after = (rehearsal.bytes - warm_up_bytes) / rest if rest > 0 else math.nan
         trained = step * self.plan.replicas * self.plan.batch * self.plan.sequence
         tail = losses[-max(1, self.steps // 10) :]
         return {

@@ -32,7 +32,7 @@ from experiments.bench.engines import Mirror
 from experiments.bench.gpt import Options, Size, Trainer, batch
 from experiments.bench.kernels import kernels
 from experiments.bench.machine import slug
-from experiments.bench.terminal import Positive, Say, device_of, one_of, spread
+from experiments.bench.terminal import DEVICE, Device, Positive, Say, one_of, spread
 from experiments.bench.workers import WorkerError, ranks
 
 STRICT = True
@@ -79,16 +79,15 @@ class Plan(terminal.Plan, Size):
     rank: Positive = Field(32, description="of low-rank methods")
     steps: Positive = Field(20, description="steps that are timed, of each variant")
     variants: tuple[Annotated[str, one_of(*VARIANTS)], ...] = Field(VARIANTS, description="with commas")
-    device: Annotated[str, one_of("auto", "cpu", "cuda")] = Field("auto", description="auto, cpu or cuda")
+    device: Device = DEVICE
     traces: bool = Field(True, alias="trace", description="also write a trace of one step of each variant")
     quick: bool = Field(False, description="six variants, ten steps: three minutes on a GPU")
     autocast: bool = True
 
     @model_validator(mode="before")
     @classmethod
-    def _by_device(cls, options: dict[str, Any]) -> dict[str, Any]:
-        values = {"variants": QUICK} | options | {"steps": 10} if options.get("quick") else options
-        return values | {"device": device_of(options.get("device", "auto"))}
+    def _quickly(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {"variants": QUICK} | options | {"steps": 10} if options.get("quick") else options
 
     @property
     def suffix(self) -> str:

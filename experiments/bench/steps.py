@@ -27,7 +27,7 @@ from experiments.bench.gpt import Options, Size
 from experiments.bench.terminal import ROUNDS, Positive, Rate, Say, schedule, spread
 from experiments.bench.testbed import Testbed
 from experiments.bench.workers import Group, ranks
-from experiments.simulation.iteration_model import BESIDE, Bucket, Stage, iterate
+from experiments.simulation.iteration_model import CORE_SHARE, Bucket, Stage, iterate
 
 ON_TESTBED = True
 SHOWN = "workers mbit_per_s method used seconds seconds_predicted error"
@@ -47,7 +47,7 @@ METHODS: dict[str, Options] = {
 PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)
 PROBE_ROUNDS = 5  # gloo's exchanges take one of two times, so some are needed for the median
 FREE = 0.0  # no limit, in the tables
-SHARES = tuple(round(0.05 * step, 2) for step in range(6, 21))  # that are tried where BESIDE is fitted
+SHARES = tuple(round(0.05 * step, 2) for step in range(6, 21))  # that are tried where CORE_SHARE is fitted
 
 
 class Plan(terminal.Plan):
@@ -209,7 +209,9 @@ def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[tupl
     return tuple((0.0, links[kind].seconds(size)) for kind, size in sent if size)
 
 
-def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0, beside: float = BESIDE) -> float:
+def predict(
+    compute: Compute, sent: Messages, links: Links, overhead: float = 0.0, core_share: float = CORE_SHARE
+) -> float:
     """Seconds of a step.
 
     Args:
@@ -217,7 +219,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         overhead: seconds of the processor in a step, beside the compute. They are spread over the buckets as these
             were cut, and within a bucket evenly: before its messages, between them (a second factor is computed from
             the mean of the first) and after them. What comes before and between delays backward.
-        beside: as of :func:`~experiments.simulation.iteration_model.iterate`.
+        core_share: as of :func:`~experiments.simulation.iteration_model.iterate`.
     """
     shares = np.diff([0.0, *compute.complete])
     buckets = []
@@ -227,14 +229,16 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         behind = part if messages else 0.0
         buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
     stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
-    return iterate((stage,), 1, overlap=True, after=compute.rest, one_machine=True, beside=beside).seconds
+    return iterate((stage,), 1, overlap=True, after=compute.rest, one_machine=True, core_share=core_share).seconds
 
 
-def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float, beside: float = BESIDE) -> float:
+def overhead_of(
+    compute: Compute, sent: Messages, links: Links, seconds: float, core_share: float = CORE_SHARE
+) -> float:
     """Seconds that a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
 
     def missing(overhead: float) -> float:
-        return seconds - predict(compute, sent, links, overhead, beside)
+        return seconds - predict(compute, sent, links, overhead, core_share)
 
     if missing(0.0) <= 0:
         return 0.0
@@ -279,19 +283,19 @@ class Configuration:
 
     @property
     def validates(self) -> bool:
-        """Whether nothing of it was used for its prediction."""
+        """True if nothing of it was used for its prediction."""
         return self.rate != FREE and self.method != COMPUTE
 
-    def predicted(self, beside: float = BESIDE) -> tuple[float, float]:
+    def predicted(self, core_share: float = CORE_SHARE) -> tuple[float, float]:
         """(Seconds that the method adds beside its messages, seconds of a step)."""
         extra = 0.0
         if self.method != COMPUTE:
-            extra = overhead_of(self.free_compute, self.sent, self.free_links, self.alone, beside)
-        return extra, predict(self.compute, self.sent, self.links, extra, beside)
+            extra = overhead_of(self.free_compute, self.sent, self.free_links, self.alone, core_share)
+        return extra, predict(self.compute, self.sent, self.links, extra, core_share)
 
 
 def configurations(data: Measurements) -> Iterator[Configuration]:
-    """All that were measured."""
+    """Configurations that were measured."""
     for workers, rounds in data.rounds.groupby("workers"):
         probes = data.probes[data.probes["workers"] == workers]
         free = rounds[rounds["mbit_per_s"] == FREE]
@@ -336,7 +340,7 @@ def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
 
 def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:
     """Messages of every method; number of validated configurations, median and largest absolute error of their
-    predictions; and how these come out where :data:`BESIDE` is fitted to others."""
+    predictions; and how these come out where :data:`CORE_SHARE` is fitted to others."""
     return {"sent": data.sent, "summary": summary(table), "held_out": held_out(data)}
 
 
@@ -347,7 +351,7 @@ def summary(table: pd.DataFrame) -> dict[str, float]:
 
 
 def held_out(data: Measurements) -> dict[str, dict[str, float]]:
-    """By number of workers: the share ``beside`` that leaves the steps of the other numbers of workers with the least
+    """By number of workers: the ``core_share`` that leaves the steps of the other numbers of workers with the least
     median error, and with it the share of its own steps that took longer than predicted, and their median absolute
     error. Of one number of workers alone nothing is held out."""
     cases = [(case, float(case.seconds.median())) for case in configurations(data) if case.validates]
@@ -359,5 +363,5 @@ def held_out(data: Measurements) -> dict[str, dict[str, float]]:
     for workers in errors.index.unique() if errors.index.nunique() > 1 else ():
         best = errors.drop(workers).median().abs().idxmin()
         own = errors.loc[workers, best]
-        found[str(workers)] = {"beside": float(best), "low": (own < 0).mean(), "median_error": own.abs().median()}
+        found[str(workers)] = {"core_share": float(best), "low": (own < 0).mean(), "median_error": own.abs().median()}
     return found

@@ -66,6 +66,10 @@ def device_of(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
+Device = Annotated[str, one_of("auto", "cpu", "cuda"), AfterValidator(device_of)]
+DEVICE: Any = Field("auto", validate_default=True, description="auto, cpu or cuda")
+
+
 def spread(name: str, values: Any) -> dict[str, float]:
     """Median and quartiles as three columns."""
     low, middle, high = np.quantile(np.asarray(values, dtype=float), [0.25, 0.5, 0.75])

@@ -11,7 +11,7 @@ clusters' simulation leaves out:
 * Stages that compute at the same time share the cores, which the replicas of one stage fill.
 * Of two transfers in opposite directions of one cable, each goes at half its speed (exchanges timed by themselves
   take twice as long as a send). A stage waits until what it sends has gone.
-* Messages advance at :data:`BESIDE` of their speed while backward has the cores.
+* Messages advance at :data:`CORE_SHARE` of their speed while backward has the cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 TINY = 1e-12  # seconds: less is nothing left
-BESIDE = 0.5
+CORE_SHARE = 0.5
 """What a thread that moves messages gets of a core that it shares with one that computes: an even share, not fitted.
 What a dense step gains by several buckets on another machine (``network.csv``, 100 and 1000 Mbit/s) is about that of
 0.54 and 0.66."""
@@ -112,7 +112,7 @@ def iterate(
     overlap: bool = False,
     after: float = 0.0,
     one_machine: bool = False,
-    beside: float = BESIDE,
+    core_share: float = CORE_SHARE,
 ) -> Iteration:
     """Play one iteration.
 
@@ -121,12 +121,12 @@ def iterate(
         overlap: a bucket is reduced as soon as it is complete, beside backward; else after the stage's last step.
             Compression still takes the device: what is compressed during backward lengthens it.
         after: seconds after the last reduction: embedding all-reduce, gradient norm, optimizer.
-        one_machine: whether all ranks share the cores and cables of one machine; there messages advance at ``beside``
-            of their speed while backward has the cores.
+        one_machine: whether all ranks share the cores and cables of one machine; there messages advance at
+            ``core_share`` of their speed while backward has the cores.
     """
     spans = (_play_on_one_machine if one_machine else _play)(stages, micro_batches)
-    share = beside if one_machine else 1.0
-    ends = [reduce(stage, line, overlap=overlap, beside=share) for stage, line in zip(stages, spans, strict=True)]
+    share = core_share if one_machine else 1.0
+    ends = [reduce(stage, line, overlap=overlap, core_share=share) for stage, line in zip(stages, spans, strict=True)]
     computed, reduced = zip(*ends, strict=True)
     return Iteration(tuple(tuple(line) for line in spans), computed, reduced, after)
 
@@ -191,20 +191,22 @@ def _play_on_one_machine(stages: Sequence[Stage], micro_batches: int) -> list[li
     return spans
 
 
-def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False, beside: float = 1.0) -> tuple[float, float]:
+def reduce(
+    stage: Stage, spans: Sequence[Span], *, overlap: bool = False, core_share: float = 1.0
+) -> tuple[float, float]:
     """(End of the stage's last step, end of its reduction), in seconds.
 
     Buckets use the link one after another in the order in which they are complete. With ``overlap`` each is
     compressed when it is complete, which delays the rest of backward; until that is over, what is computed between two
-    messages aside, messages advance at ``beside`` of their speed.
+    messages aside, messages advance at ``core_share`` of their speed.
     """
     last = spans[-1]  # a backward step
     busy = last.end + sum(bucket.compress for bucket in stage.buckets) if overlap else last.end
 
     def sent(start: float, seconds: float) -> float:
         """When a message has gone that takes so many ``seconds`` by itself."""
-        slowly = min(seconds, beside * max(0.0, busy - start)) if beside < 1 else 0.0
-        return start + seconds + slowly * (1 / beside - 1)
+        slowly = min(seconds, core_share * max(0.0, busy - start))
+        return start + seconds + slowly * (1 / core_share - 1)
 
     def complete(bucket: Bucket) -> float:
         return last.start + bucket.share * (last.end - last.start) if overlap else last.end

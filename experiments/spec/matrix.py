@@ -141,8 +141,8 @@ def runs(study: str, scale: str) -> list[RunConfig]:
             if scale not in definition.scales:
                 values = fitted(values)
             values = {"label": variant, **values, "study": study, "scale": scale, "variant": variant, "seed": seed}
-            others = variant != values.get("branch") and values.get("driver") != "rehearsal"
-            if not others or (values.get("compression") or {}).get("method") != "edgc":
+            edgc = (values.get("compression") or {}).get("method") == "edgc"
+            if not edgc or values.get("driver") == "rehearsal" or variant == values.get("branch"):
                 values.pop("branch", None)
             configs.append(resolve(_in_setting(values, place) if place else values, where))
             check_run(configs[-1], where)

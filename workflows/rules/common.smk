@@ -166,7 +166,7 @@ def table_code(program):
 
 def table_settings(study):
     """What a simulated study says, and the study whose model and assumptions it takes."""
-    if PROGRAMS[study] not in (CLUSTER_MODEL, SCENARIOS):
+    if not STUDIES[study].simulated:
         return ""
     names = (study, *filter(None, [(STUDIES[study].scenarios or {}).get("of")]))
     return " ".join(settings(STUDIES[name]) for name in names)

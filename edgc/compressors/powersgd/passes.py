@@ -369,7 +369,7 @@ class Batched(RowBlocks):
             self._load_by_torch(others)
 
     def _kernels(self, x: Group) -> ModuleType | None:
-        """What makes the passes over matrices in place of torch's operations, if anything."""
+        """Kernels that make the passes over matrices in place of torch's operations, if any."""
         usual = x.gradients[0].dtype.itemsize > 1 and (x.error is None or x.error.is_contiguous())
         return matrix_kernels_for(x.rank, x.m.device) if usual else None
 
