@@ -124,7 +124,7 @@ def _agreed(
     Raises:
         UserError: on every rank, before there is anything to be left behind.
     """
-    refusal, described, found = None, "", None
+    refusal, described, found = None, ("", ""), None
     try:
         units = units_of(model)
         layout = layout_of(units, replicas)
@@ -137,8 +137,8 @@ def _agreed(
             refuse_strategy(strategy, units, layout, optimizer, scaler)
         elif layout.replicas is None:
             refuse_method(config, units)
-        shapes = [(part.name, part.whole) for unit in units for part in unit.parts]
-        described = repr((config, iterations, scaler is None, strategy, shapes))
+        parts = [(part.name, part.whole) for unit in units for part in unit.parts]
+        described = repr((config, iterations, scaler is None, strategy)), repr(parts)
         found = units, layout
     except UserError as error:
         refusal = error
@@ -152,10 +152,14 @@ def _agreed(
     if any(places[other][0] != shard for shard, others in places for other in others):
         what, fix = "replicas is a mesh of ranks that hold different shards", "give both dimensions of one mesh"
         raise UserError(what, where=WHERE, fix=fix)
-    differing = [str(rank) for rank, (other, *_) in enumerate(answers) if other != answers[0][0]]
-    if differing:
-        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(differing)}"
-        raise UserError(what, where=WHERE, fix="give the same on every rank")
+    cut = found is not None and found[1].tensor is not None
+    fix = "let the size of every dimension that is cut be divisible" if cut else "build the same model on every rank"
+    for index, (what, mended) in enumerate(
+        (("config, iterations or options", "give the same on every rank"), ("parameters or their shapes", fix))
+    ):
+        differing = [str(rank) for rank, (other, *_) in enumerate(answers) if other[index] != answers[0][0][index]]
+        if differing:
+            raise UserError(f"{what} differ between ranks 0 and {', '.join(differing)}", where=WHERE, fix=mended)
     assert found is not None
     return found
 

@@ -2,7 +2,7 @@
 
 On a CPU the host reads whether a result is finite and decides. On a GPU reading would make the host wait for the
 device, so everything goes on there and writes are masked: the *masked path*. Tests run that path without a GPU, on CPU
-tensors, with :func:`masked_path` or, in processes that they start, with ``EDGC_MASKED_PATH=1`` in the environment.
+tensors, with :func:`masked_path`.
 
 Whatever the modes of its caller are, the library has its own. Autograd, autocast and inference mode belong to a thread,
 deterministic mode and the precision of products to the process. The former are set at every entry of the library
@@ -14,13 +14,12 @@ backward. There, which is on a CPU, products that the process rounds to less tha
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from edgc.lazy import Tensor, torch
 
-_masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
+_masked = False
 _LIBRARIES = ("cuda", "mkldnn")
 _EXACT = {"none", "ieee", "highest"}
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from edgc import EDGCConfig, buckets
 from edgc.runtime.channel import Channel
-from edgc.runtime.device import host_decides
+from edgc.runtime.device import host_decides, masked_path
 from experiments.bench.engines import Mirror
 from tests.integration.ddp_runs import METHODS as USUAL
 from tests.integration.ddp_runs import SMALL, Case, Run, copied
@@ -110,7 +110,7 @@ def trained_ddp(name: str, resumes: bool, case: Case | None = None) -> dict[str,
 def gathered() -> dict[str, Any]:
     """A model of five buckets: the first one is reduced alone, the others two by two; on the CPU, where the host
     decides, every one alone."""
-    results, case, opened = {}, Case(steps=STEPS, unused=True, bucket_cap_mb=1e-3), [0]
+    found, case, opened = {}, Case(steps=STEPS, unused=True, bucket_cap_mb=1e-3), [0]
 
     def counted(*options: Any) -> Channel:
         opened[0] += 1
@@ -118,14 +118,14 @@ def gathered() -> dict[str, Any]:
 
     with mock.patch.object(buckets, "GATHER", (1, 4000)):
         for name in GATHERED:
-            results[name] = trained_ddp(name, resumes=True, case=case)
+            found[name] = trained_ddp(name, resumes=True, case=case)
         run = started("powersgd fp32", case).train(0, 2)
         assert run.handle is not None
         run.handle.engine.open_channel = counted
         run.train(2, 3)
-        results["buckets"], results["reductions"] = len(run.handle.state_dict()["layout"]), opened[0]
+        found["buckets"], found["reductions"] = len(run.handle.state_dict()["layout"]), opened[0]
         run.close()
-    return results
+    return found
 
 
 def ddp() -> dict[str, Any]:
@@ -219,14 +219,18 @@ def on_cpu(value: Any) -> Any:
     return [on_cpu(item) for item in value] if isinstance(value, list) else value
 
 
+def run_parts(parts: list[str], masked: bool = False) -> dict[str, Any]:
+    """Results of the named parts on this rank of a group, tensors on the CPU; ``masked``: by the path of a GPU."""
+    with masked_path(masked):
+        found: dict[str, Any] = {"device": device().type, "host decides": host_decides(device())}
+        return found | {name: on_cpu(PARTS[name]()) for name in parts}
+
+
 def main(folder: str, rank: str, world: str, parts: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", int(world))
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120))
-    results: dict[str, Any] = {"device": device().type, "host decides": host_decides(device())}
-    for name in json.loads(parts):
-        results[name] = on_cpu(PARTS[name]())
-    torch.save(results, Path(folder) / f"{rank}.pt")
+    torch.save(run_parts(json.loads(parts)), Path(folder) / f"{rank}.pt")
     dist.barrier()  # no rank ends while another still needs it
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu import adapters
 from tests.gpu.adapters import DDP, GATHERED, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS, TIMED
+from tests.workers import run_workers
 
 # One group: what all tests share takes long to make, and `make gpu` runs six processes.
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.xdist_group("adapters")]
@@ -23,6 +25,7 @@ WORLD = 2
 LIMIT = 480.0
 SILENT = ("-X", "faulthandler", "-W", "ignore")  # but for what it dies of
 Ranks = list[dict[str, Any]]
+PARTS = list(adapters.PARTS)
 # Of the losses, relative: rounding of factors or of gradients may fall to the other side on another device.
 CLOSE = {"none": 1e-4, "bf16": 2e-3}
 ROUNDED = 0.05
@@ -31,13 +34,12 @@ ROUNDED = 0.05
 def launched(folder: Path, environment: dict[str, str]) -> Ranks:
     """The results of all ranks; what they wrote to stderr where one failed."""
     folder.mkdir()
-    parts = json.dumps(["ddp", "gathered", "alone", "megatron"])
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    variables.pop("EDGC_MASKED_PATH", None)
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(WORLD):
-            command = [sys.executable, *SILENT, "-m", "tests.gpu.adapters", str(folder), str(rank), str(WORLD), parts]
+            command = [sys.executable, *SILENT, "-m", "tests.gpu.adapters"]
+            command += [str(folder), str(rank), str(WORLD), json.dumps(PARTS)]
             errors = stack.enter_context((folder / f"{rank}.err").open("w"))
             options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": errors, "cwd": ROOT}
             ranks.append(subprocess.Popen(command, env={**variables, **environment}, **options))
@@ -54,13 +56,17 @@ def launched(folder: Path, environment: dict[str, str]) -> Ranks:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """On the device: a GPU if there is one, else the CPU on the masked path."""
-    return launched(tmp_path_factory.mktemp("adapters") / "device", {"EDGC_MASKED_PATH": "1"})
+    if torch.cuda.is_available():
+        return launched(tmp_path_factory.mktemp("adapters") / "device", {})
+    return run_workers(WORLD, adapters.run_parts, PARTS, True)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """On the CPU, where the host decides."""
-    return launched(tmp_path_factory.mktemp("adapters") / "cpu", {"CUDA_VISIBLE_DEVICES": ""})
+    if torch.cuda.is_available():
+        return launched(tmp_path_factory.mktemp("adapters") / "cpu", {"CUDA_VISIBLE_DEVICES": ""})
+    return run_workers(WORLD, adapters.run_parts, PARTS)
 
 
 def test_the_masked_path_is_what_was_run(ranks: Ranks, reference: Ranks) -> None:

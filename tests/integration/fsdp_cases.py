@@ -8,11 +8,13 @@ import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
@@ -39,6 +41,7 @@ from tests.integration.fsdp_runs import (
     tokens,
     watched,
 )
+from tests.strategy_cases import settings_of
 from tests.workers import Cases, equal, refused, same
 
 STEPS = 7
@@ -195,6 +198,10 @@ def types_of_a_unit() -> None:
     assert not [each for each in warned if "nothing is compressed" in str(each.message)]
 
 
+def broken(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
 @case
 def accumulation() -> None:
     """As torch accumulates, and an iteration of EDGC is a backward that averages."""
@@ -230,6 +237,27 @@ def accumulation() -> None:
         run.net.reset_iter_state()  # which drops it
         assert same(run.train(0, 1).weights, plain.weights), options
         run.handle.remove()
+    # What a failed backward has reduced is not averaged with what comes after it. (torch does keep what a unit had not
+    # reduced yet, so a run that fails is compared with torch's that fails.)
+    for strategy, torchs in ((None, Run(mesh, **kept)), (settings_of("diloco"), Run(mesh["shard"], **kept))):
+        more = {} if strategy is None else {"options": {"strategy": strategy}}
+        run = Run(mesh, none, **more, **kept)
+        for each in (torchs, run):
+            each.net.set_requires_all_reduce(False)
+            entered = each.net.blocks[0].register_forward_pre_hook(
+                lambda _, inputs: inputs[0].register_hook(broken) and None
+            )
+            with pytest.raises(ZeroDivisionError):
+                loss_of(each.net, tokens(2)).backward()
+            entered.remove()
+            each.optimizer.zero_grad()
+            each.net.reset_iter_state()
+        if strategy is None:
+            refused(lambda run=run: loss_of(run.net, tokens(0)), "register anew")
+            run.net.reset_iter_state()
+            run.handle.remove()
+            run = Run(mesh, none, net=run.net, **kept)
+        assert same(run.train(0, 1).weights, torchs.train(0, 1).weights), strategy
     # Two forwards before one backward.
     plain, twice, low = Run(mesh), Run(mesh, {"method": "none"}), Run(mesh, POWERSGD)
     with watched(low) as gaps:
@@ -365,6 +393,9 @@ def tensor_parallelism() -> None:
     before = copy.deepcopy(run.handle.engine.errors)
     run.handle.load_state_dict(gather_objects(run.handle.state_dict()))
     assert same(run.handle.engine.errors, before)
+    uneven = parallelize_module(nn.Sequential(nn.Linear(4, 11)), mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(uneven, mesh=mesh["shard"])
+    refused(lambda: edgc.fsdp.register(uneven, EDGCConfig.from_dict(QUANTISED), iterations=9), "shapes", "divisible")
 
 
 @case

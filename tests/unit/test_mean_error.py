@@ -266,7 +266,7 @@ def test_the_chosen_rank_meets_the_target_on_the_mean() -> None:
 
 # --------------------------------------------------------------------- engines, on four gloo workers
 
-WINDOW, ITERATIONS = 5, 20
+WINDOW, ITERATIONS = 5, 15
 MATRICES = SHAPES[:4]
 SPECTRAL = {"method": "edgc", "policy": "spectral", "r_max": 32, "r_min": 4, "target_error": 0.6}
 SETTINGS: dict[str, dict[str, Any]] = {
