@@ -24,7 +24,7 @@ SMALL_BUCKETS: dict[str, Any] = {**OVERLAP, "bucket_elements": 15000}
 def trained(
     compression: dict[str, Any],
     *,
-    iterations: int = 12,
+    iterations: int = 9,
     full_rank: bool = False,
     attached: bool = True,
     **sections: Any,
@@ -113,10 +113,10 @@ def skips() -> None:
     kinds = {"": {}, ", overlap": SMALL_BUCKETS, ", shards": {**SMALL_BUCKETS, "distributed_optimizer": True}}
     cases = [("powersgd" + kind, POWERSGD, settings) for kind, settings in kinds.items()]
     cases += [(name, settings, SMALL_BUCKETS if i % 2 else {}) for i, (name, settings) in enumerate(each.items())]
-    bad = frozenset({0, 3, 4})
+    bad = frozenset({0, 2, 3})
     for name, compression, settings in cases:
-        poisoned = skipping(compression, 7, settings, poison=bad)
-        without = skipping(compression, 7, settings, omit=bad)
+        poisoned = skipping(compression, 5, settings, poison=bad)
+        without = skipping(compression, 5, settings, omit=bad)
         assert poisoned["skipped"] == 3 and poisoned["kept"] == [True] * 3 and without["skipped"] == 0, name
         assert poisoned["skipped_in_a_row"] == 0, name
         assert torch.equal(poisoned["weights"], without["weights"]), name

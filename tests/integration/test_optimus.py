@@ -23,7 +23,7 @@ with cpu_shims.without_compiler():
 pytestmark = pytest.mark.slow
 case = Cases(4, __name__)
 
-STEPS, SHORT = 10, 4
+STEPS, SHORT = 7, 4
 OVERLAP = {"overlap_grad_reduce": True, "bucket_elements": 15000}
 TP2 = {"tensor": 2, "pipeline": 2, "data": 1}
 POISONED = frozenset({1, 2})
