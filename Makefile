@@ -257,11 +257,6 @@ pages: venv ## render README.md and docs from docs/templates and the tables of r
 docs: venv ## build the site of the documentation, with the report, into build/site; a dead link is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/site $(ARGS) && echo build/site/index.html
 
-.PHONY: environment
-environment: ## rewrite environment.yml, for conda, from requirements.lock
-	@{ sed '/^  - pip:$$/q' environment.yml; sed -n 's/^[^#]/      - &/p' requirements.lock; } > environment.yml.tmp
-	@mv environment.yml.tmp environment.yml
-
 .PHONY: venv
 venv: $(VENV)/.complete ## make .venv from requirements.lock
 

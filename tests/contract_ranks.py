@@ -19,6 +19,7 @@ from edgc.runtime.channel import collective
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.contract import EXACT, IN_BF16, Setting, Traits, config_of, gradients, same, variants
+from tests.workers import mean
 
 
 def costs() -> dict[str, Callable[..., Fraction]]:
@@ -58,13 +59,6 @@ def recorded() -> Iterator[list[Fraction]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-
-
-def mean(tensor: Tensor) -> Tensor:
-    """Mean over the ranks in float64."""
-    total = tensor.double()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:

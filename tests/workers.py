@@ -135,6 +135,13 @@ def equal(*tensors: Tensor) -> bool:
     return all(torch.equal(each[0], other) and bool(other.isfinite().all()) for other in each)
 
 
+def mean(tensor: Tensor) -> Tensor:
+    """Mean over the ranks in float64."""
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
 def same(one: Any, other: Any) -> bool:
     """True if two nested values are equal, tensors bit for bit and NaN to itself."""
     if isinstance(one, Tensor):

@@ -100,18 +100,23 @@ def link(path: Path, page: Path) -> str:
     return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
+@cache
+def claims(scale: str) -> dict[str, dict[str, Any]]:
+    """Rows of the report's table of claims by their names, as a page in the scale's folder would have them.
+
+    Raises ``UserError`` where none are kept.
+    """
+    rows = claim_rows.rows(Kept(KEPT / scale, KEPT / scale / "page"), ())
+    if rows is None:
+        raise UserError(f"no verdicts are kept at scale {scale}", fix=f"make keep-claims SCALE={scale}")
+    return {row["id"]: row for row in rows}
+
+
 @dataclass(frozen=True)
 class PageParts:
     """Parts of a page in Markdown, of what is kept in ``results/reference``; links lead from the page."""
 
     page: Path
-
-    def claims(self, scale: str) -> dict[str, dict[str, Any]]:
-        """Rows of the report's table of claims by their names. Raises ``UserError`` where none are kept."""
-        rows = claim_rows.rows(Kept(KEPT / scale, self.page), ())
-        if rows is None:
-            raise UserError(f"no verdicts are kept at scale {scale}", fix=f"make keep-claims SCALE={scale}")
-        return {row["id"]: row for row in rows}
 
     def settings(self, columns: Mapping[str, tuple[str, ...]]) -> str:
         """Settings side by side; a column is named, and is a study, a scale and, by default the first, a run."""
@@ -125,7 +130,7 @@ class PageParts:
 
     def outcome(self, claim_ids: Sequence[str], scales: Sequence[str] = SCALES) -> str:
         """Cells of a table: the verdicts at each scale, and the kinds."""
-        known = [[rows[c] for c in claim_ids if c in rows] for rows in map(self.claims, scales)]
+        known = [[rows[c] for c in claim_ids if c in rows] for rows in map(claims, scales)]
         verdicts = [", ".join(dict.fromkeys(row["verdict"] for row in rows)) or NONE for rows in known]
         kinds = ", ".join(dict.fromkeys(row["kind"].upper() for rows in known for row in rows)) or NONE
         return " | ".join([*verdicts, kinds])
@@ -138,14 +143,17 @@ class PageParts:
     def verdicts(self, claim_ids: Sequence[str] = (), scales: Sequence[str] = SCALES, notes: bool = True) -> str:
         """A row for each claim (by default all) and scale, then what each verdict rests on."""
         rows, rests = [], []
-        known = {scale: self.claims(scale) for scale in scales}
+        known = {scale: claims(scale) for scale in scales}
         several = len(scales) > 1
         wanted = claim_ids or list(known[scales[0]])
         for claim, scale in ((c, s) for c in wanted for s in scales if c in known[s]):
             row = known[scale][claim]
             ours = f"{row['ours']} ({row['interval']})" if row["interval"] else row["ours"]
             seeds = "; ".join(filter(None, (row["n"], row["counts"])))
-            tables = [f"[{'/'.join(table.name.split('/')[-2:])}]({table.href})" for table in row["evidence"]]
+            tables = [
+                f"[{'/'.join(table.name.split('/')[-2:])}]({link(KEPT / scale / table.href, self.page)})"
+                for table in row["evidence"]
+            ]
             cells = [f"{row['claim']} (`{claim}`)", row["paper"], *([scale] if several else []), ours, seeds]
             rows.append([*cells, row["kind"].upper(), f"**{row['verdict']}**", ", ".join(tables) or NONE])
             if row["note"]:

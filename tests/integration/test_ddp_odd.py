@@ -21,7 +21,7 @@ from edgc import EDGCConfig
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.integration.ddp_runs import METHODS, SMALL
-from tests.workers import Cases, refused, said, same
+from tests.workers import Cases, mean, refused, said, same
 
 pytestmark = pytest.mark.slow
 case = Cases(2, __name__)
@@ -37,12 +37,6 @@ KEEPING: dict[str, dict[str, Any]] = {
 def drawn(step: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randn(shape, generator=generator).to(dtype)
-
-
-def mean(tensor: Tensor) -> Tensor:
-    total = tensor.double()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 def registered(module: nn.Module, settings: dict[str, Any], **options: Any) -> Any:

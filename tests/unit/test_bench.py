@@ -150,11 +150,6 @@ def test_engine_benchmark_writes_every_engine_in_every_setting(tmp_path: Path) -
     assert record["settings"]["hidden"] == 64 and record["machine"]["slug"] == folder.name
     assert (table["machine"] == record["machine"]["name"]).all()
     assert "n = 2" in texts(bench.draw(folder))
-    reference = tmp_path / "reference"
-    done = CliRunner().invoke(app, ["keep", "--results", str(folder.parent), "--reference", str(reference)])
-    assert done.exit_code == 0, done.output
-    names = {str(path.relative_to(reference / folder.name)) for path in reference.rglob("*") if path.is_file()}
-    assert names == {"engine.csv", "engine.json"}
 
 
 def texts(fig: Figure) -> str:

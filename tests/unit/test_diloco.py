@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
 
 
-def reference(world: int, steps: int, every: int, lr: float, momentum: float) -> dict[str, torch.Tensor]:
+def reference(
+    world: int, steps: int, every: int, lr: float, momentum: float, **options: Any
+) -> dict[str, torch.Tensor]:
     anchor, velocity = start(), {name: torch.zeros_like(p) for name, p in start().items()}
-    workers = Workers(world)
+    workers = Workers(world, **options)
     for step in range(steps):
         workers.step(step)
         if (step + 1) % every == 0:

@@ -16,7 +16,7 @@ from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.measurement.mean_error import BUCKETS
 from edgc.runtime.groups import gather_objects
-from tests.workers import Cases
+from tests.workers import Cases, mean
 
 case = Cases(2, __name__)
 SHAPES = {"a": (96, 64), "b": (64,), "c": (33, 64)}
@@ -41,12 +41,6 @@ def engine(config: EDGCConfig = CONFIG, **options: Any) -> Engine:
 def gradients(step: int, scale: float = 1.0) -> list[Gradient]:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return [Gradient(name, scale * torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
-
-
-def mean(tensor: Tensor) -> Tensor:
-    total = tensor.double()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 def kept(engine: Engine) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from edgc.optimizers import MuonAndAdamW, muon
 from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
+from tests.unit.test_diloco import reference
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -24,17 +25,8 @@ def inner(tensors: Iterable[Tensor]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("world", [2, 4])
 def test_muloco_is_its_algorithm(world: int) -> None:
     trained = rehearsal({"name": "muloco", "every": 5}, world=world, make=muon, dtype=torch.float64)
-    anchor, velocity = start(), {name: torch.zeros_like(p) for name, p in start().items()}
-    workers = Workers(world, inner)
-    for step in range(20):
-        workers.step(step)
-        if (step + 1) % 5 == 0:
-            for name, weight in anchor.items():
-                delta = weight - workers.mean(name)
-                velocity[name] = 0.8 * velocity[name] + delta
-                anchor[name] = weight - 0.9 * (delta + 0.8 * velocity[name])
-                workers.restart(name, anchor[name])
-    assert distance(weights(train(trained, 20, dtype=torch.float64)), anchor) < 1e-8
+    expected = reference(world, 20, every=5, lr=0.9, momentum=0.8, inner=inner)
+    assert distance(weights(train(trained, 20, dtype=torch.float64)), expected) < 1e-8
 
 
 @pytest.mark.parametrize("world", [2, 4])
