@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self
 
-from edgc.errors import UserError, nearest
+from edgc.errors import UserError, choices, nearest
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
@@ -22,7 +22,13 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
 
 def one_of(key: str, value: object, allowed: Collection[str]) -> None:
     """Refuse anything that is not ``allowed``."""
-    require(value in allowed, key, value, f"use one of {', '.join(allowed)}")
+    require(value in allowed, key, value, choices(value, allowed))
+
+
+def mapping(values: object, where: object, fix: str) -> None:
+    """Refuse settings that are no mapping."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"the settings are {values!r}, not a mapping", where=where, fix=fix)
 
 
 def integer(key: str, value: object, low: int) -> int:
