@@ -58,6 +58,14 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Settings that differ, with both values; "" if none does."""
+    old, new = dotted(old), dotted(new)
+    # Files may not tell lists from tuples.
+    other = [key for key in {**old, **new} if plain(old.get(key)) != plain(new.get(key))]
+    return ", ".join(f"{key} = {old.get(key)!r}, now {new.get(key)!r}" for key in other)
+
+
 def plain(value: Any) -> Any:
     """``value`` with non-finite floats as None (JSON has no NaN) and tuples as lists."""
     if isinstance(value, float):
