@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self
 
-from edgc.errors import UserError, nearest
+from edgc.errors import UserError, choices, nearest
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
@@ -22,7 +22,13 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
 
 def one_of(key: str, value: object, allowed: Collection[str]) -> None:
     """Refuse anything that is not ``allowed``."""
-    require(value in allowed, key, value, f"use one of {', '.join(allowed)}")
+    require(value in allowed, key, value, choices(value, allowed))
+
+
+def mapping(values: object, where: object, fix: str) -> None:
+    """Refuse settings that are no mapping."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"the settings are {values!r}, not a mapping", where=where, fix=fix)
 
 
 def integer(key: str, value: object, low: int) -> int:
@@ -50,6 +56,14 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = isinstance(value, Mapping) and value
         flat |= dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return flat
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Settings that differ, with both values; "" if none does."""
+    old, new = dotted(old), dotted(new)
+    # Files may not tell lists from tuples.
+    other = [key for key in {**old, **new} if plain(old.get(key)) != plain(new.get(key))]
+    return ", ".join(f"{key} = {old.get(key)!r}, now {new.get(key)!r}" for key in other)
 
 
 def plain(value: Any) -> Any:

@@ -18,8 +18,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from edgc import presets
-from edgc.checks import Settings, dotted, number, unknown
-from edgc.errors import UserError
+from edgc.checks import Settings, dotted, mapping, number, unknown
+from edgc.errors import UserError, choices
 from edgc.sections import EntropyConfig, PipelineConfig
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class EDGCConfig(Settings):
         def __init__(self, **settings: Any) -> None: ...
 
     def __new__(cls, **settings: Any) -> Self:
+        if "preset" in settings:
+            raise UserError("preset is no setting", fix=f"write EDGCConfig.from_dict({settings!r})")
         kind = cls._type_for(settings)
         if settings:  # a copy is made without
             kind._check_keys(settings)
@@ -154,6 +156,7 @@ class EDGCConfig(Settings):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
         """Build from a mapping; a ``preset`` (:mod:`edgc.presets`) among its keys is laid under the others."""
+        mapping(values, where, 'write {"preset": ...} or {"method": ...}')
         values = presets.resolved(values, where=where, prefix=prefix)
         kind = cls._type_for(values, where=where, prefix=prefix)
         kind._check_keys(values, where=where, prefix=prefix)
@@ -197,7 +200,7 @@ class EDGCConfig(Settings):
             name = values.get(key, getattr(cls, key, "") or usual)
             if not isinstance(name, str) or name not in names:
                 what = f"{prefix}{key} = {name!r} is not valid"
-                raise UserError(what, where=where, fix=f"use one of {', '.join(names)}")
+                raise UserError(what, where=where, fix=choices(name, names))
             kinds = [kind for kind in kinds if getattr(kind, key) == name]
         [kind] = kinds
         return kind

@@ -167,6 +167,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "threads": torch.get_num_threads(),
         "shapes": [list(shape) for shape in options.shapes],
     }
+    if dist.get_rank() == 0:
+        print(f"measuring {len(methods)} ways to send {sum(sizes) / 1e6:.3g} M entries", file=sys.stderr)
     rows = [{"method": name, **_time(config, gradients, options.repeats)} for name, config in methods.items()]
     return assess(machine, points, rows, options.bandwidth, options.latency)
 
@@ -310,9 +312,9 @@ def text(report: dict[str, Any], local: bool) -> str:
         f"{report['world']} processes ({report['backend']}, {report['device']}, {report['threads']} threads each); "
         f"{len(report['shapes'])} matrices with {entries / 1e6:.3g} M entries",
         f"all-reduce {where}, measured: {network['measured_bandwidth_gbit']:.3g} Gbit/s, "
-        f"{network['measured_latency_seconds'] * 1e6:.3g} us a round",
+        f"{network['measured_latency_seconds'] * 1e6:,.0f} us a round",
         f"network below: {network['bandwidth_gbit']:.3g} Gbit/s ({network['bandwidth_source']}), "
-        f"{network['latency_seconds'] * 1e6:.3g} us a round ({network['latency_source']})",
+        f"{network['latency_seconds'] * 1e6:,.0f} us a round ({network['latency_source']})",
         "",
         f"{'':14}{'compress':>10}{'decompress':>12}{'sent':>10}{'rounds':>8}{'here':>10}  |"
         f"{'total':>10}{'of dense':>10}{'pays below':>13}",
@@ -320,18 +322,19 @@ def text(report: dict[str, Any], local: bool) -> str:
     ]
     for row in report["methods"]:
         limit = row["pays_below_gbit"]
+        below = "" if limit is None else {0: "never", math.inf: "always"}.get(limit, f"{limit:.3g}")
         lines.append(
             f"{row['method']:14}{row['seconds_compress'] * 1e3:10.2f}{row['seconds_decompress'] * 1e3:12.2f}"
             f"{row['bytes'] / 1e6:10.3f}{row['rounds']:8}{row['seconds_measured'] * 1e3:10.2f}  |"
             f"{row['seconds_calculated'] * 1e3:10.2f}{row['of_dense']:10.2f}"
-            f"{'' if limit is None else f'{limit:.3g}':>13}"
+            f"{below:>13}"
         )
     lines += [
         "",
         "Left of the line: measured (here: the whole reduction over the connection of these processes).",
         "Right of it: calculated, compress + decompress + rounds x latency + sent / bandwidth, without overlap.",
         "",
-        *report["verdicts"],
+        report["verdicts"][-1],
     ]
     if local and network["bandwidth_source"] == "measured":
         advice = "give --bandwidth, or start one process per node with torchrun."

@@ -34,6 +34,13 @@ def nearest(name: object, known: Iterable[str], otherwise: str = "known") -> str
     return f"did you mean {close[0]}?" if close else f"{otherwise}: {', '.join(names)}"
 
 
+def choices(name: object, allowed: Iterable[str]) -> str:
+    """All that is ``allowed``, as a ``fix``, and which of it may have been meant by ``name``."""
+    names = list(allowed)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"use one of {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
+
+
 def copied(error: AnyError) -> AnyError:
     """``error`` anew, to be raised in its place where it is kept: an error holds on to the frames that it goes through,
     and so to all that is in use there."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.checks import dotted, need, plain
+from edgc.checks import differences, need
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
@@ -151,12 +151,9 @@ def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: b
     if method != config.method:
         what = f"the saved state is of method {method}, not {config.method}"
         raise UserError(what, fix=f"set method: {method}, or start without the state")
-    old = dotted(EDGCConfig.from_record(saved, where="the saved state").to_dict())
-    new = dotted(config.to_dict())
-    # Files may not tell lists from tuples.
-    other = [key for key in {**old, **new} if plain(old.get(key)) != plain(new.get(key))]
-    if other and not allowed:
-        changes = ", ".join(f"{key} = {old.get(key)!r}, now {new.get(key)!r}" for key in other)
+    old = EDGCConfig.from_record(saved, where="the saved state").to_dict()
+    changes = differences(old, config.to_dict())
+    if changes and not allowed:
         fix = "use the saved settings, or load with changed_settings=True to go on with those of now"
         raise UserError(f"the saved state is of other settings: {changes}", fix=fix)
-    return bool(other)
+    return bool(changes)

@@ -27,7 +27,7 @@ from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
-from edgc.strategies.base import StrategyConfig
+from edgc.strategies.base import StrategyConfig, refuse_other_types
 from edgc.strategies.process import refuse_other_optimizer
 
 _MARK = "edgc: is the node kept?"
@@ -203,11 +203,17 @@ def _agreed(
     Raises:
         UserError: on every rank, before there is anything to be left behind.
     """
+    where = "edgc.ddp.register"
     if not isinstance(model, DistributedDataParallel):
-        what = f"edgc.ddp.register was given a {type(model).__name__}"
-        raise UserError(what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards")
+        fix = "wrap the module in DistributedDataParallel first, and compile it afterwards"
+        if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+            fix = "register the DistributedDataParallel itself, before torch.compile"
+        elif hasattr(model, "set_requires_all_reduce"):  # FSDPModule, which takes long to import
+            fix = "call edgc.fsdp.register"
+        raise UserError(f"model is a {type(model).__name__}, not a DistributedDataParallel", where=where, fix=fix)
     refusal, described = None, ""
     try:
+        refuse_other_types(config, strategy, where)
         parameters = _parameters(model)
         integer("iterations", iterations, 1)
         _refuse_stages(config)
@@ -223,11 +229,11 @@ def _agreed(
         raise refusal
     for rank, (_, other) in enumerate(answers):
         if other:
-            raise UserError(f"rank {rank} refused: {other}", where="edgc.ddp.register")
+            raise UserError(f"rank {rank} refused: {other}", where=where)
     differing = [str(rank) for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
     if differing:
         what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(differing)}"
-        raise UserError(what, where="edgc.ddp.register", fix="give the same on every rank")
+        raise UserError(what, where=where, fix="give the same on every rank")
     return parameters
 
 

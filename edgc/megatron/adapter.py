@@ -23,7 +23,7 @@ from edgc.megatron.embedding import fuse
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.megatron.strategy import StrategyHandle, refuse
 from edgc.runtime.groups import gather_objects
-from edgc.strategies.base import StrategyConfig
+from edgc.strategies.base import StrategyConfig, refuse_other_types
 
 
 @overload
@@ -100,6 +100,7 @@ def attach(
     """
     chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
     integer("iterations", iterations, 1)
+    refuse_other_types(config, strategy, "edgc.megatron.attach")
     for chunk in chunks:
         _check(chunk)
     dense = [group for chunk in chunks for group in chunk.bucket_groups]

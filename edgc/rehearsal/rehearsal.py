@@ -26,7 +26,7 @@ from edgc.rehearsal.report import Report, distance, size
 from edgc.runtime.channel import after_sum, all_reduce_bytes, before_sum
 from edgc.runtime.device import own_modes
 from edgc.runtime.local import Room
-from edgc.strategies.base import Replica, Strategy, StrategyConfig, finished, gradients_of
+from edgc.strategies.base import Replica, Strategy, StrategyConfig, finished, gradients_of, refuse_other_types
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -95,6 +95,7 @@ class Rehearsal:
         self.micro_batches = integer("micro_batches", micro_batches, 1)
         iterations = integer("iterations", iterations, 1)
         self.config = config or EDGCConfig()
+        refuse_other_types(self.config, strategy, "edgc.rehearsal")
         self.loss, self.clip = loss, clip
         self.device = _checked(model, optimizer)
         _refuse_times(self.config)

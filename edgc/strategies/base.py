@@ -28,10 +28,10 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from edgc.checks import Settings, unknown
+from edgc.checks import Settings, mapping, unknown
 from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite
 from edgc.config import EDGCConfig
-from edgc.errors import UserError
+from edgc.errors import UserError, choices
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import all_reduce_bytes
 
@@ -98,12 +98,13 @@ class StrategyConfig(Settings):
         Raises:
             UserError: there is no such strategy or key, or a value is not valid.
         """
-        values = {"name": values} if isinstance(values, str) else dict(values)
+        values = {"name": values} if isinstance(values, str) else values
+        mapping(values, where, 'write {"name": ...}')
+        values = dict(values)
         kinds = {kind.name: kind for kind in strategies() if issubclass(kind, cls)}
         name = values.pop("name", cls.name or (None if values else "every_step"))
         if not isinstance(name, str) or name not in kinds:
-            fix = f"use one of {', '.join(kinds)}"
-            raise UserError(f"{prefix}name = {name!r} is not valid", where=where, fix=fix)
+            raise UserError(f"{prefix}name = {name!r} is not valid", where=where, fix=choices(name, kinds))
         kind = kinds[name]
         for key in values:
             if key not in {f.name for f in fields(kind)}:
@@ -280,6 +281,16 @@ def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """True if every entry is finite; the same on all replicas for what was averaged. On a GPU the host waits."""
     first = next(iter(tensors.values()), None)
     return first is None or bool(finite(tensors.values(), first.device))
+
+
+def refuse_other_types(config: object, strategy: object, where: str) -> None:
+    """Refuse what is no settings, as a name or a mapping: the error at its first use would not say what to give."""
+    for key, value, kind, fix in (
+        ("config", config, EDGCConfig, "give EDGCConfig(method=...) or EDGCConfig.from_dict({...})"),
+        ("strategy", strategy, StrategyConfig, 'give StrategyConfig.from_dict({"name": ...}), or None'),
+    ):
+        if not isinstance(value, kind) and not (value is None and key == "strategy"):
+            raise UserError(f"{key} is of type {type(value).__name__}, not {kind.__name__}", where=where, fix=fix)
 
 
 def strategies() -> tuple[type[StrategyConfig], ...]:

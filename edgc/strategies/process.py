@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from edgc.checks import need
+from edgc.checks import differences, need
 from edgc.compressors.base import Steps
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
@@ -133,8 +133,9 @@ class ProcessStrategy:
         """Go on from :meth:`state_dict` of this rank, or of that of any replica where the number of replicas has
         changed: what is a replica's own is then left out. The model has its weights by then."""
         need(state, ("settings", "world", "rank", "shared", "own"), "state")
-        if state["settings"] != self._settings:
-            raise UserError("the saved state is of other settings", where=self._where, fix="register with the same")
+        if changes := differences(state["settings"], self._settings):
+            what = f"the saved state is of other settings: {changes}"
+            raise UserError(what, where=self._where, fix="register with the same")
         same = state["world"] == self.group.size()
         if same and state["rank"] != self.group.rank():
             what = f"the saved state is of rank {state['rank']}, but this is rank {self.group.rank()}"

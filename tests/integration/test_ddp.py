@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -322,6 +322,8 @@ LOW: dict[str, Any] = METHODS["powersgd"]
 POWERSGD: dict[str, Any] = {"method": "powersgd", "rank": 4}
 BY_REGISTER: dict[str, tuple[Callable[[], Any], str]] = {
     "not wrapped": (lambda: register(nn.Linear(4, 4)), "Linear"),
+    "compiled": (lambda: register(torch.compile(wrapped(nn.Linear(4, 4)))), "before torch.compile"),
+    "a mapping": (lambda: edgc.ddp.register(wrapped(nn.Linear(4, 4)), cast(Any, {}), iterations=1), "of type dict"),
     "sparse": (lambda: register(wrapped(nn.Embedding(9, 4, sparse=True))), "sparse=False"),
     "complex": (lambda: register(wrapped(nn.Linear(4, 4, dtype=torch.cfloat))), "parameter 0.weight"),
     "ranks differ": (lambda: register(seed=dist.get_rank()), "ranks 0 and 1"),

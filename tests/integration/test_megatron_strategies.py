@@ -279,7 +279,7 @@ def refusals() -> None:
     state = handle.state_dict()
     place = {**state["place"], "pipeline": 1 - state["place"]["pipeline"]}
     refused(lambda: handle.load_state_dict({**state, "place": place}), "pipeline parallel rank")
-    refused(lambda: handle.load_state_dict({**state, "settings": {}}), "other settings")
+    refused(lambda: handle.load_state_dict({**state, "settings": {}}), "other settings: strategy.name = None, now ")
     handle.close()
     assert all(type(group) is _ParamAndGradBucketGroup for group in groups)
     each = attach(job.session.chunks, job.compression, iterations=9, strategy=StrategyConfig.from_dict("every_step"))

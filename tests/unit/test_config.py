@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,6 +167,21 @@ def test_a_type_is_found_by_its_name_and_may_be_written_itself() -> None:
         dataclasses.replace(low, bits=4)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="rank"):
         PowerSGDConfig()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("build", "fix"),
+    [
+        (lambda: EDGCConfig(preset="paper", window=20), "from_dict({'preset': 'paper', 'window': 20})"),
+        (lambda: EDGCConfig.from_dict("paper"), '{"preset": ...}'),  # type: ignore[arg-type]
+        (lambda: EDGCConfig.from_dict(None), '{"method": ...}'),  # type: ignore[arg-type]
+        (lambda: EDGCConfig(method="powersdg"), "did you mean powersgd?"),
+        (lambda: EDGCConfig(method="powersgd", rank=4, factor_dtype="int9"), "int8?"),
+    ],
+)
+def test_what_was_meant_is_said(build: Callable[[], EDGCConfig], fix: str) -> None:
+    with pytest.raises(UserError, match=re.escape(fix)):
+        build()
 
 
 def test_a_method_has_all_that_is_asked_of_it() -> None:

@@ -84,6 +84,8 @@ def test_assess_calculates_at_the_assumed_or_measured_network() -> None:
         "at 1 Gbit/s rank 900 would take 1.12x of dense; pays at no bandwidth",
         "compression would pay at 1 Gbit/s: fastest is rank 8, 0.14x of dense",
     ]
+    table = [line.split() for line in doctor.text(report, local=False).splitlines()]
+    assert [line[-1] for line in table if line[:1] == ["rank"]] == ["24", "0.25", "never"]
     assert report["network"]["bandwidth_source"] == report["network"]["latency_source"] == "assumed"
     assert report["network"]["measured_bandwidth_gbit"] == pytest.approx(10)
     measured = doctor.assess(MACHINE, POINTS, ROWS)

@@ -216,6 +216,8 @@ def test_mistakes_are_answered_in_a_line() -> None:
     for settings in ({"method": "edgc"}, {**LOW, "cost_gate": True}):
         config = EDGCConfig.from_dict(settings)
         refused(partial(plain, model, config=config), "a rehearsal has none; ")
+    refused(lambda: plain(model, config={"method": "bf16"}), "config is of type dict", "from_dict")
+    refused(lambda: plain(model, strategy="diloco"), "strategy is of type str", "from_dict")
     no_loss = Rehearsal(model, optimizer=sgd(model), replicas=2)
     refused(lambda: no_loss.step(batches(0)), "Tensor", "give loss=")
     table = nn.Embedding(4, 4, sparse=True)
