@@ -25,7 +25,7 @@ from edgc.fsdp.strategy import refuse as refuse_strategy
 from edgc.fsdp.units import WHERE, Part, Unit, units_of
 from edgc.fsdp.whole import owners_of
 from edgc.runtime.groups import gather_objects
-from edgc.strategies.base import StrategyConfig
+from edgc.strategies.base import StrategyConfig, refuse_other_types
 
 
 def register(
@@ -126,6 +126,7 @@ def _agreed(
     """
     refusal, described, found = None, ("", ""), None
     try:
+        refuse_other_types(config, strategy, WHERE)
         units = units_of(model)
         layout = layout_of(units, replicas)
         refuse_waiting(units, layout)

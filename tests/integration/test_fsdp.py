@@ -111,6 +111,7 @@ def refusals() -> None:
     low = EDGCConfig.from_dict(POWERSGD)
     mesh, register = mesh_of(2), edgc.fsdp.register
     refused(lambda: register(plain_net(), config, **options), "Net", "call fully_shard")
+    refused(lambda: register(sharded(mesh), POWERSGD, **options), "config", "EDGCConfig")
     refused(lambda: register(sharded(mesh_of(1)), low, **options), "powersgd", "factors", "2-D mesh")
     refused(lambda: register(sharded(mesh_of(1)["shard"]), low, **options), "powersgd", "2-D mesh")
     refused(lambda: register(sharded(mesh_of(1)), EDGCConfig(method="topk"), **options), "topk", "method: quantize")

@@ -21,10 +21,23 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+WITHOUT_MEGATRON = """
+import sys, edgc.megatron
+sys.modules["megatron"] = None
+try:
+    edgc.megatron.attach
+except edgc.UserError as error:
+    assert "pip install" in str(error)
+else:
+    raise AssertionError
+del sys.modules["megatron"]
+"""
+
+
 def test_only_the_megatron_package_needs_megatron() -> None:
     inside = [path for path in sorted((ROOT / "edgc").glob("*.py")) if path.stem != "__init__"]
     names = ["edgc.compressors", *(f"edgc.{path.stem}" for path in inside)]
-    loaded = modules_after("\n".join(f"import {name}" for name in names))
+    loaded = modules_after("\n".join([*(f"import {name}" for name in names), WITHOUT_MEGATRON]))
     assert "torch" in loaded
     assert not loaded & {"megatron", "experiments", "pydantic", "yaml", "pandas", "typer"}
 
