@@ -23,6 +23,7 @@ pytestmark = pytest.mark.frameworks
 PAGE = ROOT / "docs" / "library" / "trainers.md"
 SCALER = 'torch.amp.GradScaler("cpu", init_scale=2.0**12)'
 CONFIG = 'EDGCConfig(method="powersgd", rank=8)'
+END = "torch.distributed.destroy_process_group()"  # of the last line of Lightning's example
 LIGHTNING = ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0")
 TORCHTITAN = (
     "torchtitan==0.3.0",
@@ -262,6 +263,7 @@ for checkpoint in (None, "hybrid/epoch=0-step=2.ckpt"):
     ends.append([parameter.detach().to_local().clone() for parameter in trainer.strategy.model.parameters()])
 check(callbacks[0].handle)
 assert all(map(torch.equal, *ends)) and trainer.global_step == 4
+{END}
 """
     program = tmp_path / "train.py"
     program.write_text(text, encoding="utf-8")
@@ -290,7 +292,8 @@ ends.append(trainer.strategy.model.state_dict())
 equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(*(end.values() for end in ends)))
 print("sharded", equal, iterations, callbacks[0].handle.last.iteration)
 """
-    program.write_text(text + sharded + scaled, encoding="utf-8")
+    more = f"{text.partition(END)[0]}{sharded}{scaled}{END}"
+    program.write_text(more, encoding="utf-8")
     printed = launched(program, path=(lightning,))
     assert "scales 4096.0 4096.0 False" in printed and "sharded True 200 200" in printed
     program.write_text(text, encoding="utf-8")
