@@ -26,7 +26,7 @@ from edgc.ddp.strategy import StrategyHandle
 from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
-from edgc.runtime.groups import gather_objects, own_group
+from edgc.runtime.groups import gather_objects, own_group, refuse_differing
 from edgc.strategies.base import StrategyConfig, refuse_other_types
 from edgc.strategies.process import refuse_other_optimizer
 
@@ -230,10 +230,8 @@ def _agreed(
     for rank, (_, other) in enumerate(answers):
         if other:
             raise UserError(f"rank {rank} refused: {other}", where=where)
-    differing = [str(rank) for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
-    if differing:
-        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(differing)}"
-        raise UserError(what, where=where, fix="give the same on every rank")
+    what, fix = "config, iterations, options or parameters", "give the same on every rank"
+    refuse_differing(what, [other for other, _ in answers], where=where, fix=fix)
     return parameters
 
 

@@ -24,7 +24,7 @@ from edgc.fsdp.strategy import StrategyHandle
 from edgc.fsdp.strategy import refuse as refuse_strategy
 from edgc.fsdp.units import WHERE, Part, Unit, units_of
 from edgc.fsdp.whole import owners_of
-from edgc.runtime.groups import gather_objects
+from edgc.runtime.groups import gather_objects, refuse_differing
 from edgc.strategies.base import StrategyConfig, refuse_other_types
 
 
@@ -124,7 +124,7 @@ def _agreed(
     Raises:
         UserError: on every rank, before there is anything to be left behind.
     """
-    refusal, described, found = None, ("", ""), None
+    refusal, settings, parts, found = None, "", "", None
     try:
         refuse_other_types(config, strategy, WHERE)
         units = units_of(model)
@@ -138,30 +138,27 @@ def _agreed(
             refuse_strategy(strategy, units, layout, optimizer, scaler)
         elif layout.replicas is None:
             refuse_method(config, units)
-        parts = [(part.name, part.whole) for unit in units for part in unit.parts]
-        described = repr((config, iterations, scaler is None, strategy)), repr(parts)
+        settings = repr((config, iterations, scaler is None, strategy))
+        parts = repr([(part.name, part.whole) for unit in units for part in unit.parts])
         found = units, layout
     except UserError as error:
         refusal = error
-    answers = gather_objects((described, str(refusal or ""), found and found[1].place))
+    answers = gather_objects((settings, parts, str(refusal or ""), found and found[1].place))
     if refusal is not None:
         raise refusal
-    for rank, (_, other, _) in enumerate(answers):
+    all_settings, all_parts, refusals, places = zip(*answers, strict=True)
+    for rank, other in enumerate(refusals):
         if other:
             raise UserError(f"rank {rank} refused: {other}", where=WHERE)
-    places = [place for *_, place in answers if place is not None]
+    assert found is not None
     if any(places[other][0] != shard for shard, others in places for other in others):
         what, fix = "replicas is a mesh of ranks that hold different shards", "give both dimensions of one mesh"
         raise UserError(what, where=WHERE, fix=fix)
-    cut = found is not None and found[1].tensor is not None
-    fix = "let the size of every dimension that is cut be divisible" if cut else "build the same model on every rank"
-    for index, (what, mended) in enumerate(
-        (("config, iterations or options", "give the same on every rank"), ("parameters or their shapes", fix))
-    ):
-        differing = [str(rank) for rank, (other, *_) in enumerate(answers) if other[index] != answers[0][0][index]]
-        if differing:
-            raise UserError(f"{what} differ between ranks 0 and {', '.join(differing)}", where=WHERE, fix=mended)
-    assert found is not None
+    refuse_differing("config, iterations or options", all_settings, where=WHERE, fix="give the same on every rank")
+    fix = "build the same model on every rank"
+    if found[1].tensor is not None:
+        fix = "let the size of every dimension that is cut be divisible"
+    refuse_differing("parameters or their shapes", all_parts, where=WHERE, fix=fix)
     return found
 
 

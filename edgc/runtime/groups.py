@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from edgc.errors import UserError
 
 T = TypeVar("T")
 
@@ -22,6 +24,13 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def refuse_differing(what: str, values: Sequence[object], *, where: str, fix: str) -> None:
+    """Refuse settings (``what``) that differ between ranks; ``values``: of all ranks, in rank order."""
+    differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+    if differing:
+        raise UserError(f"{what} differ between ranks 0 and {', '.join(differing)}", where=where, fix=fix)
 
 
 def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -53,20 +53,21 @@ def launched(folder: Path, environment: dict[str, str]) -> Ranks:
     return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(WORLD)]
 
 
+def trained(folder: Path, *, on_device: bool) -> Ranks:
+    """The results of all ranks: on a GPU if there is one, else on the CPU's masked path; or as a CPU decides."""
+    if torch.cuda.is_available():
+        return launched(folder, {} if on_device else {"CUDA_VISIBLE_DEVICES": ""})
+    return run_workers(WORLD, adapters.run_parts, PARTS, on_device)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """On the device: a GPU if there is one, else the CPU on the masked path."""
-    if torch.cuda.is_available():
-        return launched(tmp_path_factory.mktemp("adapters") / "device", {})
-    return run_workers(WORLD, adapters.run_parts, PARTS, True)
+    return trained(tmp_path_factory.mktemp("adapters") / "device", on_device=True)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """On the CPU, where the host decides."""
-    if torch.cuda.is_available():
-        return launched(tmp_path_factory.mktemp("adapters") / "cpu", {"CUDA_VISIBLE_DEVICES": ""})
-    return run_workers(WORLD, adapters.run_parts, PARTS)
+    return trained(tmp_path_factory.mktemp("adapters") / "cpu", on_device=False)
 
 
 def test_the_masked_path_is_what_was_run(ranks: Ranks, reference: Ranks) -> None:

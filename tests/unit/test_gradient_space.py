@@ -332,11 +332,16 @@ def test_of_an_unused_gradient_the_velocity_stays(name: str) -> None:
     assert velocity.any() and torch.equal(workers[1].velocities.tensors["p"], velocity)
 
 
-# Bytes that a rank of W sends for an fp32 matrix in a step, where no example has them (``test_bytes_sent.py``); with an
-# exact mean in every sixth, in those six.
+# Bytes that a rank of W sends for an fp32 matrix in a step; with an exact mean in every sixth, in those six.
 BYTES: dict[str, Callable[[int, int, int], float]] = {
+    "e4m3": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 + 2 / 64),
+    "hadamard": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 / 2 + 2 / 64),
+    "loco": lambda world, m, n: 2 * (world - 1) / world * m * n * (1 / 2 + 2 / 64),
+    "ef21 top-k": lambda world, m, n: (world - 1) * 8 * round(0.05 * m * n),
     "ef21 powersgd": lambda world, m, n: 2 * (world - 1) / world * 4 * 3 * (m + n),
     "refreshed": lambda world, m, n: 2 * (world - 1) / world * 4 * (5 * 3 * (m + n) + m * n),
+    "majority": lambda world, m, n: 2 * (world - 1) / world * (m * n / 8 + 4),
+    "dynamiq": lambda world, m, n: 2 * (world - 1) / world * m * n * 5 / 8,
 }
 
 
