@@ -32,7 +32,11 @@ def acting(run: Run) -> dict[str, Any]:
     """
     if run.policy is None or isinstance(run.edgc, GivenConfig):
         return dict.fromkeys(COLUMNS)
-    windows = window_decisions(run.decisions, run.edgc.window, before=run.iterations)
+    return judged(window_decisions(run.decisions, run.edgc.window, before=run.iterations))
+
+
+def judged(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of decisions at the ends of windows, which have ``ranks``, ``r_min`` and ``r_max``."""
     rows = [ranks(event) for event in windows]
     used = [{rank for rank in stage if math.isfinite(rank)} for stage in zip(*rows, strict=True)]
     inside = [

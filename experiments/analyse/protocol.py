@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from experiments.analyse.ranges import ranges
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.tables import identity, method_columns, result
 from experiments.common.equivalence import (
@@ -29,7 +30,7 @@ from experiments.common.equivalence import (
     seeds_needed,
 )
 
-RESULTS = ("table.csv", "estimates.csv", "spread.csv", "timings.csv")
+RESULTS = ("table.csv", "estimates.csv", "spread.csv", "ranges.csv", "timings.csv")
 DETAILS = ("curves.csv",)
 LAST, EVALUATIONS, WEIGHTS = ENDS = ("last", "evaluations", "weights")
 EFFECT = 0.0025  # nats that a comparison is to resolve
@@ -37,7 +38,8 @@ ESTIMATES = ["variant", "label", "seed", "status", "lr", "end", "tokens", "loss"
 
 
 def tables(runs: list[Run]) -> dict[str, Any]:
-    """``table`` (per run), ``estimates`` (per run and estimate), ``spread`` (per pair and estimate) and ``timings``."""
+    """``table`` (per run), ``estimates`` (per run and estimate), ``spread`` (per pair and estimate), ``ranges``
+    (:mod:`experiments.analyse.ranges`, from the fixed ranks of each learning rate) and ``timings``."""
     found = pd.DataFrame([row for run in runs for row in estimates(run)], columns=ESTIMATES)
     return {
         "table": [
@@ -49,9 +51,20 @@ def tables(runs: list[Run]) -> dict[str, Any]:
             for run in runs
         ],
         "estimates": found,
-        "spread": [row for pair in pairs(runs) for row in spread(*pair, found)],
+        "spread": (spreads := [row for pair in pairs(runs) for row in spread(*pair, found)]),
+        "ranges": [row for lr in sorted(set(found["lr"])) for row in would_take(runs, lr, spreads)],
         "timings": [identity(run) | {"seconds_total": run.number("seconds_total")} for run in runs],
     }
+
+
+def would_take(runs: Sequence[Run], lr: float, spreads: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of :func:`experiments.analyse.ranges.ranges` at one learning rate; costs by the last weights, all text."""
+    fixed = [run for run in runs if rate(run) == lr and run.policy == "fixed" and run.ok]
+    plain, ranks = {run.label for run in runs if run.plain}, {run.variant: run.rank for run in fixed}
+    rows = [r for r in spreads if r["end"] == LAST and r["against"] in plain and r["variant"] in ranks]
+    all_text = [r for r in rows if r["tokens"] == max(row["tokens"] for row in rows)]
+    costs = pd.Series({ranks[r["variant"]]: r["difference_nats"] for r in reversed(all_text)})
+    return ranges(fixed, costs) if len(costs) and (costs > 0).all() else []
 
 
 def rate(run: Run) -> float:

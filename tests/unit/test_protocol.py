@@ -11,15 +11,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.analyse import protocol
-from experiments.analyse.runs import Run
+from experiments.analyse import protocol, ranges
+from experiments.analyse.runs import Run, load_run
 from experiments.analyse.tables import write_table
 from experiments.common.equivalence import power_of_difference
+from experiments.common.files import ROOT
 from experiments.spec import matrix
+from experiments.training.outputs import window_decisions
+from experiments.verdicts import archive
 from paper_figures import protocol as figure
 from paper_figures import saving
 from tests.unit.invented_runs import run
 
+WORKSTATION = ROOT / "results" / "reference" / "workstation"
 FEW, ALL = 1_000, 6_000  # tokens
 SEEDS = range(1, 7)
 # Differences over six seeds of mean 0, and deviation 1.
@@ -35,7 +39,7 @@ def ended(variant: str, seed: int, losses: dict[int, list[float]], mean: dict[in
     return run(variant, seed, events={"final": rows}, train=train, **more)
 
 
-RANK = {"method": "edgc", "policy": "fixed", "rank": 8}
+RANK = {"method": "edgc", "policy": "fixed", "rank": 8, "window": 20}
 PLAIN = {"losses": {tokens: [5.2, 5.1, 5.0] for tokens in (FEW, ALL)}, "mean": {FEW: 4.9, ALL: 4.9}}
 
 
@@ -144,3 +148,14 @@ def test_the_figure_shows_pairs_of_many_seeds_and_names_the_estimate_that_varies
 
 def _settings(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.model_dump().items() if key in ("train", "compression")}
+
+
+def test_the_ranks_that_edgc_would_take_are_those_it_took(tmp_path: Path) -> None:
+    """Told the entropies of its own run, whose settings it has."""
+    for name, content in archive.read(WORKSTATION / "policies_one_stage", "cqm-s1").items():
+        (tmp_path / name).write_bytes(content)
+    edgc = load_run(tmp_path)
+    taken = window_decisions(edgc.decisions, edgc.edgc.window, before=edgc.iterations)
+    asked = ranges.course(edgc, taken[0]["r_min"], taken[0]["r_max"])
+    assert [event["ranks"] for event in asked] == [event["ranks"] for event in taken]
+    assert len({rank for event in asked for rank in event["ranks"]}) > 2
