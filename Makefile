@@ -71,7 +71,7 @@ reference: venv ## write results/reference/SCALE from the results of SCALE
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
 .PHONY: keep
-keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE, to be committed
+keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE (ARGS=--keep-runs: those of older code, too)
 	@$(PIPELINE) '$(STUDY)' $(ARGS)
 	@$(KEEP) --study '$(STUDY)'
 

@@ -9,13 +9,9 @@ from matplotlib.figure import Figure
 from edgc.errors import UserError
 from paper_figures import inputs, style, texts
 
-TABLES = {
-    "edgc_course": ("methods/curves.csv", "methods/table.csv"),
-    "edgc_course_long": ("policies_long/curves.csv", "policies_long/table.csv"),
-}
-WORDS = {"edgc_course": {"over": "the run"}, "edgc_course_long": {"over": "eight million tokens"}}
+TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
-**Entropy and the rank that follows it, over {over}.** Above: mean of the sampled entropies over the last
+**Entropy and the rank that follows it, over the run.** Above: mean of the sampled entropies over the last
 window (nats), per stage. Below: the rank in use; grey: no rank is in use yet; thin grey lines: r_max and r_min. The
 paper says that the entropy of gradients falls through training; CQM then lowers the rank. The paper's own courses are
 described here, not drawn: this project has no numbers of them."""
@@ -23,13 +19,12 @@ GIVEN = ("fixed", "schedule")
 LINES = ("-", "--", ":", "-.")  # of seeds
 
 
-def draw(results: Path, name: str) -> Figure:
+def draw(results: Path) -> Figure:
     """Two panels per variant: entropy (above) and rank (below) against iteration, a line per stage and seed."""
-    study = TABLES[name][0].partition("/")[0]
-    curves, runs = inputs.read(results, study, "curves.csv"), inputs.read(results, study)
+    curves, runs = inputs.tables(results, TABLES)
     runs = runs[(runs["method"] == "edgc") & ~runs["policy"].isin(GIVEN)]
     if runs.empty:
-        raise UserError(f"no EDGC run in study {study!r}", where=results / study / "table.csv")
+        raise UserError("no EDGC run in study methods", where=results / TABLES[1])
     labels = dict(zip(runs["variant"], runs["label"], strict=True))
     fig, axes = style.figure(2 * len(labels), 1, height=1.3 + 2.1 * len(labels), sharex=True)
     for above, below, (variant, label) in zip(axes[::2], axes[1::2], labels.items(), strict=True):

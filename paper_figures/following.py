@@ -10,24 +10,12 @@ from matplotlib.figure import Figure
 from experiments.common.acting import NOT_TESTED
 from experiments.common.equivalence import CANNOT_TELL
 from experiments.common.files import atomic_write
-from experiments.common.written_tables import kept
 from paper_figures import inputs, saving, style, texts
 
 TABLES = {
     "hero": ("policies/comparisons.csv",),
     "policies": ("policies/comparisons.csv", "policies/pairs.csv", "policies/curves.csv"),
-    "policies_settings": (
-        "policies/comparisons.csv",
-        "policies/pairs.csv",
-        "policies_late/comparisons.csv",
-        "policies_late/pairs.csv",
-        "policies_two_stages/comparisons.csv",
-        "policies_two_stages/pairs.csv",
-        "policies_four_replicas/comparisons.csv",
-        "policies_four_replicas/pairs.csv",
-        "policies_bert/comparisons.csv",
-        "policies_bert/pairs.csv",
-    ),
+    "policies_settings": ("policies/comparisons.csv", "policies/pairs.csv"),
 }
 CAPTION = {
     "hero": """\
@@ -37,21 +25,21 @@ difference of 0.01 nats is about 1 % of perplexity. Points are means over seeds,
 says that the interval holds zero. Differences in the shaded band are so small that they count as none. What the fixed
 rank itself costs is what there was to win. Factors of fewer bits are shown where there are at least five seeds.""",
     "policies": """\
-**Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed share one uncompressed
-warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
+**Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed begin alike, without
+compression. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
 shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
 paired by seed (nats; left of zero EDGC is better; open: the bar holds zero); within the margin where the 90 % interval,
 narrower than the bars, lies in the shaded band; "cannot tell" where the rival costs less than twice the margin against
 no compression, so that nothing was to be won. *Placebos*: the mean of reversed and shuffled. A row that
 says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``.""",
     "policies_settings": """\
-**The same question in every setting.** A panel a rival and a row a setting that has tables; settings that have none yet
-are named below the figure. Validation loss of EDGC less that of the rival, paired by seed (nats; left of zero EDGC is
-better); bars are 95 % t intervals, small dots seeds; an open marker says that the bar holds zero. GPT with one pipeline
-stage and two replicas; *late*: with a warm-up of 20 % and the rate doubled. *Placebos*: the mean of EDGC's own ranks
-reversed and shuffled; *falling*: the same ranks sorted. Within the margin: the 90 % interval, narrower than the bars,
-lies in the shaded band. Cannot tell: the rival costs less than twice the margin against no
-compression. Rows of int8 factors are shown where there are at least five seeds.""",
+**The same question in every setting.** A panel a rival and a row a setting that has runs. Validation loss of EDGC less
+that of the rival, paired by seed (nats; left of zero EDGC is better); bars are 95 % t intervals, small dots seeds; an
+open marker says that the bar holds zero. Two replicas of a GPT, unless the row says otherwise; *wide range*: ranks 16
+to 64, where PowerSGD sends a third less at the most. *Placebos*: the mean of EDGC's own ranks reversed and shuffled;
+*falling*: the same ranks sorted. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band.
+Cannot tell: the rival costs less than twice the margin against no compression. Rows of int8 factors are shown where
+there are at least five seeds.""",
 }
 RIVALS = {
     "no compression": "no compression (sends all bytes)",
@@ -76,21 +64,21 @@ MARKS = {rival: (colour, marker) for rival, (_, colour, _, marker) in ORDERS.ite
     "placebos": ("#882255", "P"),
     "no compression": (style.FAMILIES["none"].colour, style.FAMILIES["none"].marker),
 }
-STUDIES = {
-    "policies": "GPT",
-    "policies_late": "late",
-    "policies_two_stages": "two stages",
-    "policies_four_replicas": "four replicas",
-    "policies_bert": "BERT",
+SETTINGS = {
+    "": "GPT",
+    "one_": "one stage",
+    "one_wide_": "wide range",
+    "muon_": "Muon",
+    "two_": "two stages",
+    "bert_": "BERT",
+    "eight_": "eight replicas",
 }
-# A setting is drawn where its tables are; the target of this figure makes those of all.
-OPTIONAL = ("policies_late", "policies_two_stages", "policies_four_replicas", "policies_bert")
 MAIN_RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 
 
 def hero(results: Path, page: str = "light") -> Figure:
     """EDGC's validation loss minus each rival's, a row a rival, as wide as a web page; ``page``: light or dark."""
-    rows = select(inputs.read(results, "policies", "comparisons.csv"), list(RIVALS)).head(MOST)
+    rows = select(inputs.first_setting(inputs.read(results, "policies", "comparisons.csv")), list(RIVALS)).head(MOST)
     fig, (ax,) = style.figure(height=1.25 + 0.2 * len(rows))
     fig.set_size_inches(WIDE * style.COLUMN, fig.get_figheight())
     forest(ax, rows, [RIVALS[rival] for rival in rows["rival"]], colour=style.FAMILIES["edgc"].colour)
@@ -183,7 +171,7 @@ def forest(
         low, high = row.difference_low, row.difference_high
         ink, marker = (colour, "o") if colour else MARKS[str(row.rival)]
         if pairs is not None:
-            same = (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival) & (pairs["study"] == row.study)
+            same = (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival) & (pairs["setting"] == row.setting)
             values = pairs.loc[same, "difference_nats"].dropna()
             ax.plot(values, [place] * len(values), ".", color=ink, markersize=3, alpha=0.6)
         half = 0.0 if pd.isna(low) else high - row.difference_nats
@@ -206,12 +194,12 @@ def forest(
 
 def policies(results: Path) -> Figure:
     """(a) ranks of stage 0, (b) differences from every rival, EDGC with each type of factors."""
-    comparisons, pairs, curves = inputs.tables(results, TABLES["policies"])
+    comparisons, pairs, curves = map(inputs.first_setting, inputs.tables(results, TABLES["policies"]))
     fig, axes = style.figure(2, 1, height=5.8, height_ratios=[2, 3])
     courses(axes[0], curves)
     rows = comparisons[(comparisons["policy"] == "cqm") & comparisons["variant"].isin(["cqm", "cqm_int8"])]
     rows = rows[~rows["rival"].isin(["no compression", "fp32 factors"])]
-    forest(axes[1], rows.assign(study=""), list(rows["rival"]), pairs.assign(study=""))
+    forest(axes[1], rows.assign(setting=""), list(rows["rival"]), pairs.assign(setting=""))
     axes[1].set(title="EDGC less its rival", ylabel="rival")
     axes[1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     note = texts.count_note(rows["n"], bars="(b) bars: 95 % t interval of the mean, dots: seeds", scale=results.name)
@@ -234,26 +222,27 @@ def courses(ax: Axes, curves: pd.DataFrame) -> None:
 
 def policies_settings(results: Path) -> Figure:
     """A panel a rival and a row a setting: differences, with the number of seeds."""
-    files = ("comparisons.csv", "pairs.csv")
-    drawn = [name for name in STUDIES if name == "policies" or all(kept(results / name / file) for file in files)]
-    every, pairs = (
-        pd.concat([inputs.read(results, study, file).assign(study=study) for study in drawn]) for file in files
-    )
-    every = select(every, list(MAIN_RIVALS), "8")
+    comparisons, pairs = map(by_setting, inputs.tables(results, TABLES["policies_settings"]))
+    groups = [select(rows, list(MAIN_RIVALS), "8") for _, rows in comparisons.groupby("setting", sort=False)]
+    every = pd.concat(groups)
     counts = [(every["rival"] == rival).sum() for rival in MAIN_RIVALS]
     height = 1.9 + sum(0.3 + 0.19 * n for n in counts)
     fig, axes = style.figure(len(counts), 1, height=height, sharex=True, height_ratios=[max(1, n) for n in counts])
     for ax, rival in zip(axes, MAIN_RIVALS, strict=True):
         rows = every[every["rival"] == rival]
-        forest(ax, rows, [STUDIES[study] for study in rows["study"]], pairs)
+        forest(ax, rows, [SETTINGS[setting] for setting in rows["setting"]], pairs)
         ax.set(title=f"EDGC less {rival}")
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     far = 1.15 * every[["difference_low", "difference_high"]].abs().max().max()
     axes[-1].set_xlim(-far, far)
-    missing = ", ".join(words for study, words in STUDIES.items() if study not in drawn)
-    absent = f"No tables yet: {missing}." if missing else ""
-    note = texts.count_note(every["n"], absent, bars="bars: 95 % t interval, dots: seeds", scale=results.name)
+    note = texts.count_note(every["n"], bars="bars: 95 % t interval, dots: seeds", scale=results.name)
     return texts.finish(fig, axes, times_won(every), note)
+
+
+def by_setting(table: pd.DataFrame) -> pd.DataFrame:
+    """EDGC's rows, of every setting, with its name (``SETTINGS``); variants are called as if there was no other."""
+    parts = table["variant"].str.extract(f"^({'|'.join(SETTINGS)})(cqm(?:_int[0-9]+)?)$")
+    return table.assign(setting=parts[0], variant=parts[1])[parts[1].notna()]
 
 
 def times_won(rows: pd.DataFrame) -> str:

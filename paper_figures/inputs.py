@@ -28,6 +28,14 @@ def tables(results: Path, names: Sequence[str]) -> list[pd.DataFrame]:
     return [read(results, *name.split("/")) for name in names]
 
 
+def first_setting(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first setting of a study, variants called as in the study's file; of a study without settings
+    all. The first variant of a table is ``none`` or ``cqm``."""
+    prefix = str(table["variant"].iloc[0]).removesuffix("none").removesuffix("cqm")
+    rows = table[table["variant"].str.startswith(prefix)]
+    return rows.assign(variant=rows["variant"].str.removeprefix(prefix))
+
+
 def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:
     """One table of a benchmark, in which "none" is a name, or ``UserError`` with the target that makes it."""
     import pandas as pd

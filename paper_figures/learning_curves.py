@@ -15,16 +15,11 @@ from paper_figures.methods import without_result
 TABLES = {
     "learning_curves_methods": ("methods/curves.csv", "methods/table.csv"),
     "learning_curves_policies": ("policies/curves.csv", "policies/table.csv"),
-    "learning_curves_long": ("policies_long/curves.csv", "policies_long/table.csv"),
 }
 WORDS = {
     "learning_curves_methods": {"title": "Learning curves: methods", "drawn": "the first variant of each method"},
     "learning_curves_policies": {
         "title": "Learning curves: EDGC and fixed ranks",
-        "drawn": "EDGC, its own ranks in other orders, and the fixed rank that sends as many bytes",
-    },
-    "learning_curves_long": {
-        "title": "Learning curves over eight million tokens",
         "drawn": "EDGC, its own ranks in other orders, and the fixed rank that sends as many bytes",
     },
 }
@@ -46,7 +41,7 @@ CUT = 0.1  # share of the run after which the loss axis starts
 def draw(results: Path, name: str) -> Figure:
     """Loss over iterations of every run; loss over bytes, and the loss above uncompressed, of some variants."""
     study = TABLES[name][0].partition("/")[0]
-    curves, runs = inputs.read(results, study, "curves.csv"), inputs.read(results, study)
+    curves, runs = (inputs.first_setting(inputs.read(results, study, name)) for name in ("curves.csv", "table.csv"))
     variants = runs.drop_duplicates("variant").set_index("variant")
     plain = variants.index[variants["method"] == "none"][0]
     unit, size = ("GB", 1e9) if curves["bytes"].max() > 2e9 else ("MB", 1e6)

@@ -46,15 +46,6 @@ PLACEBOS = ("reversed", "shuffled")
 PLAIN, WIDER = "no compression", "fp32 factors"  # they send more bytes
 PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "rival_gap_nats"]
 PAIR += ["bytes_over_rival", "same_start", "acted", "ranks_used", "windows_inside"]
-# Numbers of seeds at which a comparison had been looked at before more were trained, by study and variant: those of the
-# committed tables.
-LOOKS: dict[str, dict[str, tuple[int, ...]]] = {
-    "policies": {"cqm": (3,), "cqm_int8": (3,)},
-    "policies_late": {"cqm": (3,), "cqm_int8": (3,)},
-    "policies_four_replicas": {"cqm": (3, 6)},
-    "policies_two_stages": dict.fromkeys(("loss", "loss_int8", "spectral", "spectral_int8"), (2,)),
-    "policies_long": {"cqm": (1,)},
-}
 
 
 def tables(runs: list[Run]) -> dict[str, Any]:
@@ -62,8 +53,7 @@ def tables(runs: list[Run]) -> dict[str, Any]:
     ``comparisons`` (over seeds)."""
     following = [run for run in runs if run.policy is not None and not isinstance(run.edgc, GivenConfig)]
     rows = pd.DataFrame([row for run in following for row in pairs(run, runs)], columns=PAIR)
-    study = str(runs[0].config.get("study", ""))
-    return methods.tables(runs) | {"pairs": rows, "comparisons": comparisons(rows, study)}
+    return methods.tables(runs) | {"pairs": rows, "comparisons": comparisons(rows)}
 
 
 def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
@@ -115,10 +105,10 @@ def same_start(run: Run, other: Run) -> bool:
     return first.equals(second)
 
 
-def comparisons(rows: pd.DataFrame, study: str = "") -> list[dict[str, Any]]:
+def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Per policy and rival: over the seeds of which both have a result, the difference, what there was to win, what
-    that says, at which numbers of seeds it was looked at, in how many seeds the policy acted, and how many would show
-    equality. Nothing good is said where a seed has no result."""
+    that says, in how many seeds the policy acted, and how many would show equality. Nothing good is said where a seed
+    has no result."""
     compared, by, margin = [], ["variant", "label", "policy", "factor_dtype", "rival"], loss_margin()
     for key, group in rows.groupby(by, sort=False):
         both = group[group["difference_nats"].notna()]
@@ -127,12 +117,11 @@ def comparisons(rows: pd.DataFrame, study: str = "") -> list[dict[str, Any]]:
         verdict = row["verdict"] if row["rival"] in (PLAIN, WIDER) else worth(row, gap, margin)
         if len(both) < len(group) and verdict in (*EQUAL, BETTER):
             verdict = NOT_DECIDED
-        looks = [seeds for seeds in LOOKS.get(study, {}).get(row["variant"], ()) if seeds < row["n"]]
         compared.append(
             row
             | {"sd_nats": sd}
             | {"seeds_to_show_equality": sd if math.isnan(sd) else seeds_needed(power_of_equality, sd, margin)}
-            | {"rival_gap_nats": gap, "looked_at": ", ".join(map(str, [*looks, row["n"]])), "margin_nats": margin}
+            | {"rival_gap_nats": gap, "margin_nats": margin}
             | {"seeds_acted": seeds_acted(both) or 0, "bytes_over_rival": group["bytes_over_rival"].mean()}
             | {"same_start": bool(group["same_start"].dropna().all())}
             | {"verdict": NOT_TESTED if acted(both) is False else verdict}

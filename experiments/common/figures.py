@@ -16,7 +16,6 @@ FOLDER = ROOT / "paper_figures"
 MODULES: dict[str, str] = {}  # figure -> its module
 INPUTS: dict[str, tuple[str, ...]] = {}  # figure -> tables of studies that it reads
 BENCHMARKS: dict[str, tuple[str, ...]] = {}  # figure of a benchmark -> files in the benchmark's folder that it reads
-OPTIONAL: dict[str, tuple[str, ...]] = {}  # figure -> tables of which it draws what is there; the workflow makes them
 FIGURES: dict[str, tuple[str, ...]] = {}  # figure -> studies whose tables it reads
 
 for _path in sorted(FOLDER.glob("*.py")):
@@ -26,9 +25,7 @@ for _path in sorted(FOLDER.glob("*.py")):
         if not all("/" in table for table in _tables):
             BENCHMARKS[_name] = _tables
             continue
-        _optional = constant(_path, "OPTIONAL") or ()
         INPUTS[_name] = _tables
-        OPTIONAL[_name] = tuple(table for table in _tables if table.partition("/")[0] in _optional)
         FIGURES[_name] = tuple(dict.fromkeys(table.partition("/")[0] for table in _tables))
 
 
@@ -44,5 +41,4 @@ def missing(figure: str, results: Path) -> list[str]:
     """Tables without which a figure of studies cannot be drawn and that are not in the scale's folder ``results``."""
     from experiments.common.written_tables import kept
 
-    needed = [table for table in INPUTS[figure] if table not in OPTIONAL[figure]]
-    return [table for table in needed if kept(results / table) is None]
+    return [table for table in INPUTS[figure] if kept(results / table) is None]

@@ -27,7 +27,8 @@ from experiments.verdicts.measured import Measured, Missing, join, numbers, read
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
 # Rivals of a policy, as analyse/policies.py calls them.
 PLAIN, FIXED, ORDERS = "no compression", "fixed rank", ("placebos", "falling")
-SHARED = {"policies_four_replicas": "policies"}  # the same seeds, first weights and data: one replication, not two
+# The same seeds, first weights and data: one replication, not two.
+SHARED = {"policies_four_replicas": "policies_one_stage"}
 
 
 def _finished(root: Path, relative: str, **where: object) -> tuple[pd.DataFrame, str]:
@@ -226,35 +227,39 @@ def against(root: Path, rival: str, others: Sequence[str] = ()) -> Measured:
     """
     tested, notes = dict[str, pd.Series](), []
     for path in sorted(root.glob("policies*/comparisons.csv")):
-        relative = path.relative_to(root).as_posix()
-        table = read(root, relative)
-        rows = table[(table["variant"] == "cqm") & (table["n"] > 0)].set_index("rival")
-        if rival not in rows.index:
-            continue
-        row = rows.loc[rival]
-        told = ", ".join(_against(str(name), one) for name, one in rows.iterrows() if name in (rival, *others))
-        share = 100 * float(row["bytes_over_rival"])
-        sent = f" at {share:.1f} % of the bytes of fp32, {bf16_ratio(share):.1f} % of bf16's" if rival == PLAIN else ""
-        looked = f" (looked at with {row['looked_at']})" if "," in str(row.get("looked_at", "")) else ""
-        notes.append(f"{path.parent.name}, n = {row['n']}{looked}, acted in {row['seeds_acted']}: {told}{sent}")
-        if row["verdict"] != NOT_TESTED:
-            tested[relative] = row
+        table = read(root, path.relative_to(root).as_posix())
+        settings = table["variant"].str.extract(r"^(?:(.+)_)?cqm$", expand=False).fillna("")
+        edgc = table["variant"].str.fullmatch("(.+_)?cqm") & (table["n"] > 0)
+        for setting, rows in table[edgc].set_index("rival").groupby(settings[edgc].to_numpy(), sort=False):
+            if rival not in rows.index:
+                continue
+            row, name = rows.loc[rival], f"{path.parent.name}{f', {setting}' if setting else ''}"
+            told = ", ".join(_against(str(name), one) for name, one in rows.iterrows() if name in (rival, *others))
+            if rival == PLAIN:
+                share = 100 * float(row["bytes_over_rival"])
+                told += f" at {share:.1f} % of the bytes of fp32, {bf16_ratio(share):.1f} % of bf16's"
+            looked = f" (looked at with {row['looked_at']})" if "," in str(row.get("looked_at", "")) else ""
+            notes.append(f"{name}, n = {row['n']}{looked}, acted in {row['seeds_acted']}: {told}")
+            if row["verdict"] != NOT_TESTED:
+                tested[name] = row
     if not notes:
         raise Missing(f"no study of policies has EDGC (cqm) against {rival}")
-    studies = {Path(relative).parent.name for relative in tested}
-    notes += [f"{name} shares seeds and data with {same}" for name, same in SHARED.items() if {name, same} <= studies]
+    notes += [
+        f"{name} shares seeds and data with {same}" for name, same in SHARED.items() if {name, same} <= set(tested)
+    ]
     decided = {name: row for name, row in tested.items() if row["verdict"] not in (NOT_DECIDED, CANNOT_TELL)}
     if tested and not decided:
         raise Missing(join("nothing is decided", *notes))
     if not decided:
         return Measured((NOT_TESTED,), "policies/comparisons.csv", join(*notes), acted=False)
     # The interval is that of the setting that the evidence names, the one with the largest difference.
-    relative, most = max(decided.items(), key=lambda item: item[1]["difference_nats"])
+    name, most = max(decided.items(), key=lambda item: item[1]["difference_nats"])
     words, seeds = tuple(str(row["verdict"]) for row in tested.values()), [int(row["n"]) for row in tested.values()]
+    evidence = dict.fromkeys(f"{other.partition(',')[0]}/comparisons.csv" for other in (name, *tested))
     return Measured(
-        words, relative, join(*notes), acted=True, things="settings", n=min(seeds),
+        words, next(iter(evidence)), join(*notes), acted=True, things="settings", n=min(seeds),
         gap=(most["difference_nats"], most["difference_low"], most["difference_high"]),
-        more_evidence=tuple(name for name in tested if name != relative),
+        more_evidence=tuple(evidence)[1:],
         n_most=max(seeds) if max(seeds) > min(seeds) else None,
     )  # fmt: skip
 

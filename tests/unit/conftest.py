@@ -15,7 +15,7 @@ settings.load_profile("shared machine")
 
 REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference"
 RESTORED = [("ci", "window_ablation")]
-RESTORED += [("workstation", name) for name in ("orthonormal_q", "policies_bert", "rank_sweep")]
+RESTORED += [("workstation", name) for name in ("orthonormal_q", "policies", "rank_sweep")]
 
 
 @pytest.fixture(scope="session")

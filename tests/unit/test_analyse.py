@@ -102,9 +102,9 @@ def test_a_run_that_compresses_between_stages_is_no_baseline(compression: dict[s
 
 
 def test_curves_accumulate_bytes_and_keep_every_rank_change_and_evaluation(kept_results: Path) -> None:
-    folder = kept_results / "workstation" / "policies_bert"
-    item = runs.load_run(folder / "cqm-s1")
-    curve = read(folder, "curves").query("variant == 'cqm' and seed == 1").set_index("iteration")
+    folder = kept_results / "workstation" / "policies"
+    item = runs.load_run(folder / "one_cqm-s11")
+    curve = read(folder, "curves").query("variant == 'one_cqm' and seed == 11").set_index("iteration")
     assert curve["bytes"].iloc[-1] == item.summary["bytes_total"]
     ranks = item.stages[item.stages["stage"] == 0].set_index("iteration")["rank"]
     changes = ranks.index[ranks.fillna(-1).diff() != 0]
@@ -118,21 +118,29 @@ def test_curves_accumulate_bytes_and_keep_every_rank_change_and_evaluation(kept_
 
 
 def test_a_policy_is_compared_with_its_own_ranks_in_another_order(kept_results: Path) -> None:
-    folder = kept_results / "workstation" / "policies_bert"
+    folder = kept_results / "workstation" / "policies"
     losses = read(folder, "table").pivot(index="seed", columns="variant", values="validation_loss")
     pairs = read(folder, "pairs").pivot(index="seed", columns=["variant", "rival"], values="difference_nats")
     compared = read(folder, "comparisons").set_index(["variant", "rival"])
-    shuffles = [name for name in losses if name.startswith("shuffled") and not name.endswith("int8")]
-    for variant, rival, others in (
-        ("cqm", "fixed rank", ["even"]), ("cqm", "shuffled", shuffles), ("cqm", "placebos", ["reversed", *shuffles]),
-        ("cqm_int8", "fp32 factors", ["cqm"]), ("loss", "no compression", ["none"]),
-    ):  # fmt: skip
-        differences = losses[variant] - losses[others].mean(axis=1)
-        assert pairs[variant, rival].tolist() == pytest.approx(differences.tolist(), abs=1e-8)
+    for rival, other in (("fixed rank", "one_even"), ("no compression", "one_none")):
+        differences = losses["one_cqm"] - losses[other]
+        assert pairs["one_cqm", rival].tolist() == pytest.approx(differences.tolist(), abs=1e-8)
         interval = stats.t.interval(0.95, len(differences) - 1, differences.mean(), stats.sem(differences))
-        found = compared.loc[(variant, rival)]
+        found = compared.loc[("one_cqm", rival)]
         assert found[["difference_low", "difference_high"]].tolist() == pytest.approx(interval, abs=1e-8)
-    assert "fp32 factors" not in pairs["cqm"]
+
+
+def test_shuffles_are_averaged_and_int8_stands_beside_its_own_ranks_in_fp32() -> None:
+    moving = decisions([24, 20, 16, 12])
+    found = [run("none"), run("cqm", loss=5.01, compression=edgc(), events=moving)]
+    for variant, order, loss in (("s1", "shuffled", 5.02), ("s2", "shuffled", 5.04), ("r", "reversed", 5.09)):
+        follows = {"variant": "cqm", "order": order}
+        found.append(run(variant, loss=loss, compression={"method": "sign"}, follows=follows))
+    found.append(run("cqm_int8", loss=5.03, compression=edgc(factor_dtype="int8"), events=moving))
+    differences = pd.DataFrame(policies.tables(found)["pairs"]).set_index(["variant", "rival"])["difference_nats"]
+    expected = {"no compression": 0.01, "shuffled": -0.02, "reversed": -0.08, "placebos": 5.01 - 15.15 / 3}
+    assert differences["cqm"].to_dict() == pytest.approx(expected)
+    assert differences["cqm_int8"].to_dict() == pytest.approx({"no compression": 0.03, "fp32 factors": 0.02})
 
 
 def test_a_policy_is_judged_over_the_seeds_that_it_and_its_rival_have_and_if_it_acted() -> None:
@@ -191,8 +199,8 @@ def test_nothing_good_is_said_where_a_seed_has_no_result(differences: list[float
 
 
 def test_the_same_start_is_the_same_to_the_last_bit(kept_results: Path) -> None:
-    folder = kept_results / "workstation" / "policies_bert"
-    item, other = (runs.load_run(folder / name) for name in ("cqm-s1", "even-s1"))
+    folder = kept_results / "workstation" / "policies"
+    item, other = (runs.load_run(folder / name) for name in ("one_cqm-s11", "one_even-s11"))
     assert policies.same_start(item, other)
     other.steps.loc[17, "loss"] = math.nextafter(other.steps.loc[17, "loss"], math.inf)
     assert not policies.same_start(item, other)

@@ -166,9 +166,18 @@ def moments() -> dict[str, list[dict[str, Any]]]:
 
 def acting(*words: str) -> dict[str, list[dict[str, Any]]]:
     found = {"methods/table.csv": [cqm(seed, acted=False, ranks_used=1) for seed in (1, 2, 3)]}
-    for study, gap, word in zip(("policies", "policies_bert"), (0.001, 0.008), words, strict=True):
+    for study, gap, word in zip(("policies", "policies_bert"), (0.001, 0.008), words, strict=False):
         found[f"{study}/comparisons.csv"] = rivals({"no compression": gap}, {"no compression": word})
     return found
+
+
+def settings(*words: str) -> dict[str, list[dict[str, Any]]]:
+    """The same of one study, a setting a word."""
+    rows = [acting(word)["policies/comparisons.csv"] for word in words]
+    names = ("one_cqm", "one_wide_cqm")
+    return {
+        "policies/comparisons.csv": [r | {"variant": n} for n, group in zip(names, rows, strict=True) for r in group]
+    }
 
 
 @pytest.mark.parametrize(
@@ -193,6 +202,7 @@ def acting(*words: str) -> dict[str, list[dict[str, Any]]]:
         ("accuracy_preserved_acting", acting("on par", "on par"), "on par in 2 of 2 settings", "supported"),
         ("accuracy_preserved_acting", acting("on par", "worse"), "on par in 1, worse in 1 of 2 settings", "partly"),
         ("accuracy_preserved_acting", acting("worse", "worse"), "worse in 2 of 2 settings", "not supported"),
+        ("accuracy_preserved_acting", settings("on par", "worse"), "on par in 1, worse in 1 of 2 settings", "partly"),
     ],
 )  # fmt: skip
 def test_rules_of_measured_claims(

@@ -20,7 +20,7 @@ from matplotlib.text import Text
 from PIL import Image, ImageCms
 
 from edgc.errors import UserError
-from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, missing
+from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, missing
 from experiments.common.files import KEPT
 from experiments.pages import pictures
 from experiments.spec import matrix
@@ -176,7 +176,7 @@ def hero_rows(low: float, high: float, verdict: str = "on par") -> pd.DataFrame:
 
 
 def test_learning_curves_lie_above_the_uncompressed_run_of_their_seed() -> None:
-    curves = inputs.read(WORKSTATION, "policies", "curves.csv")
+    curves = inputs.first_setting(inputs.read(WORKSTATION, "policies", "curves.csv"))
     rows = curves.assign(above=learning_curves.above_uncompressed(curves, "none"))
     table = rows.pivot(index=["seed", "iteration"], columns="variant", values=["train_loss", "above"])
     expected = table["train_loss"]["even"] - table["train_loss"]["none"]
@@ -234,18 +234,30 @@ def test_looks_are_distinct_and_those_that_deuteranopia_takes_for_one_differ_in_
         assert distance >= FAR_APART or look.line != other.line, (look.key, other.key)
 
 
-def test_settings_without_tables_are_named_in_place_of_being_drawn(tmp_path: Path) -> None:
-    for study in ("policies", "policies_bert"):
-        (tmp_path / study).symlink_to(WORKSTATION / study)
-    fig = draw("policies_settings", tmp_path)
-    assert "No tables yet: late, two stages, four replicas." in words_of(fig)
-    assert {text.get_text().partition(",")[0] for text in fig.axes[1].get_yticklabels()} == {"GPT", "BERT"}
-    assert set(OPTIONAL["policies_settings"]) < set(INPUTS["policies_settings"])
-    assert not missing("policies_settings", tmp_path)
-    (tmp_path / "policies").unlink()
-    assert missing("policies_settings", tmp_path)
+def test_every_setting_is_a_row_and_the_first_one_stands_for_the_study(tmp_path: Path) -> None:
+    """Where a study has settings, and where it has none."""
+    for prefixes in (("one_", "one_wide_", "bert_"), ("",)):
+        folder = tmp_path / str(len(prefixes)) / "policies"
+        folder.mkdir(parents=True)
+        for name in ("comparisons.csv", "pairs.csv", "curves.csv"):
+            table = inputs.first_setting(inputs.read(WORKSTATION, "policies", name))
+            table = table[table["variant"].isin(["none", "cqm", "even"])]
+            several = pd.concat(table.assign(variant=prefix + table["variant"]) for prefix in prefixes)
+            several.to_csv(folder / name, index=False)
+    rows = [
+        [text.get_text() for text in draw("policies_settings", tmp_path / place).axes[1].get_yticklabels()]
+        for place in ("3", "1")
+    ]
+    assert rows == [["one stage", "wide range", "BERT"], ["GPT"]]
+    rivals = [
+        [text.get_text() for text in draw("policies", tmp_path / place).axes[1].get_yticklabels()]
+        for place in ("3", "1")
+    ]
+    assert rivals[0] == rivals[1] != []
+    (folder / "pairs.csv").unlink()
+    assert missing("policies_settings", folder.parent)
     with pytest.raises(UserError, match="study policies is missing"):
-        draw("policies_settings", tmp_path)
+        draw("policies_settings", folder.parent)
 
 
 def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
