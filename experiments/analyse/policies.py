@@ -16,6 +16,7 @@ not act (:mod:`experiments.analyse.acting`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", 
 PLACEBOS = ("reversed", "shuffled")
 PLAIN, WIDER = "no compression", "fp32 factors"  # they send more bytes
 PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "rival_gap_nats"]
-PAIR += ["bytes_over_rival", "same_start", "acted", "ranks_used", "windows_inside"]
+PAIR += ["bytes_over_rival", "same_start", "acted", "ranks_used", "windows_inside", "warm_up_ended", "warm_up_ended_by"]
 
 
 def tables(runs: list[Run]) -> dict[str, Any]:
@@ -85,7 +86,16 @@ def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             "bytes_over_rival": run.number("bytes_total") / sent,
             "same_start": all(same_start(run, other) for other in finished) if finished else None,
             **acting(run),
+            "warm_up_ended": run.first_compressed - 1,
+            "warm_up_ended_by": _ended_by(run),
         }
+
+
+def _ended_by(run: Run) -> str:
+    """What ended warm-up, as the decision says it: ``entropy stable``, or ``warmup_limit_fraction reached``."""
+    reasons = [str(event.get("reason")) for event in run.decisions if event.get("phase") == "active"]
+    found = re.match(r"warm-up ends: (.*?)(?: within [0-9.]+ nats)?;", reasons[0]) if reasons else None
+    return found[1] if found else ""
 
 
 def _but_factors(run: Run) -> tuple[dict[str, Any], str]:

@@ -131,13 +131,15 @@ def test_a_policy_is_compared_with_its_own_ranks_in_another_order(kept_results: 
 
 
 def test_shuffles_are_averaged_and_int8_stands_beside_its_own_ranks_in_fp32() -> None:
-    moving = decisions([24, 20, 16, 12])
+    moving = decisions([24, 20, 16, 12], reason="warm-up ends: entropy stable within 0.0911 nats; rank 24")
     found = [run("none"), run("cqm", loss=5.01, compression=edgc(), events=moving)]
     for variant, order, loss in (("s1", "shuffled", 5.02), ("s2", "shuffled", 5.04), ("r", "reversed", 5.09)):
         follows = {"variant": "cqm", "order": order}
         found.append(run(variant, loss=loss, compression={"method": "sign"}, follows=follows))
     found.append(run("cqm_int8", loss=5.03, compression=edgc(factor_dtype="int8"), events=moving))
-    differences = pd.DataFrame(policies.tables(found)["pairs"]).set_index(["variant", "rival"])["difference_nats"]
+    pairs = policies.tables(found)["pairs"].set_index(["variant", "rival"])
+    assert set(pairs["warm_up_ended_by"]) == {"entropy stable"}
+    differences = pairs["difference_nats"]
     expected = {"no compression": 0.01, "shuffled": -0.02, "reversed": -0.08, "placebos": 5.01 - 15.15 / 3}
     assert differences["cqm"].to_dict() == pytest.approx(expected)
     assert differences["cqm_int8"].to_dict() == pytest.approx({"no compression": 0.03, "fp32 factors": 0.02})
