@@ -35,11 +35,12 @@ says "not tested" is of a policy that hardly moved: the rule is in ``experiments
     "policies_settings": """\
 **The same question in every setting.** A panel a rival and a row a setting that has runs. Validation loss of EDGC less
 that of the rival, paired by seed (nats; left of zero EDGC is better); bars are 95 % t intervals, small dots seeds; an
-open marker says that the bar holds zero. Two replicas of a GPT, unless the row says otherwise; *ranks 16 to
-64*: the paper's own range, by the share of the bytes. *Ranks 8 to 32*: the range as it was chosen first. *Placebos*: the mean of EDGC's own ranks reversed and shuffled;
-*falling*: the same ranks sorted. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band.
-Cannot tell: the rival costs less than twice the margin against no compression. Rows of int8 factors are shown where
-there are at least five seeds.""",
+open marker says that the bar holds zero. Two replicas of a GPT with one stage, unless the row says otherwise; *ranks 8
+to 44* is the range that decides, *8 to 32* the one that was chosen first, *16 to 64* the paper's own, by its share of
+bytes. *Placebos*: the mean of EDGC's own ranks reversed and shuffled; *falling*: the same ranks sorted. Within the
+margin: the 90 % interval, narrower than the bars, lies in the shaded band. Cannot tell: the rival costs less than twice
+the margin against no compression. Rows of int8 factors are shown where there are at least five seeds. Last: the
+difference from the fixed rank over what that rank costs, a point a seed.""",
 }
 RIVALS = {
     "no compression": "no compression (sends all bytes)",
@@ -66,7 +67,7 @@ MARKS = {rival: (colour, marker) for rival, (_, colour, _, marker) in ORDERS.ite
 }
 SETTINGS = {
     "": "GPT",
-    "one_": "one stage",
+    "one_": "ranks 8 to 44",
     "one_low_": "ranks 8 to 32",
     "one_wide_": "ranks 16 to 64",
     "muon_": "Muon",
@@ -226,18 +227,35 @@ def policies_settings(results: Path) -> Figure:
     comparisons, pairs = map(by_setting, inputs.tables(results, TABLES["policies_settings"]))
     groups = [select(rows, list(MAIN_RIVALS), "8") for _, rows in comparisons.groupby("setting", sort=False)]
     every = pd.concat(groups)
-    counts = [(every["rival"] == rival).sum() for rival in MAIN_RIVALS]
-    height = 1.9 + sum(0.3 + 0.19 * n for n in counts)
-    fig, axes = style.figure(len(counts), 1, height=height, sharex=True, height_ratios=[max(1, n) for n in counts])
-    for ax, rival in zip(axes, MAIN_RIVALS, strict=True):
+    counts = {rival: n for rival in MAIN_RIVALS if (n := int((every["rival"] == rival).sum()))}
+    height = min(4.1 + sum(0.42 + 0.19 * n for n in counts.values()), style.TALLEST)
+    fig, (*axes, last) = style.figure(len(counts) + 1, 1, height=height, height_ratios=[*counts.values(), 5])
+    far = 1.15 * every[["difference_low", "difference_high"]].abs().max().max()
+    for ax, rival in zip(axes, counts, strict=True):
         rows = every[every["rival"] == rival]
         forest(ax, rows, [SETTINGS[setting] for setting in rows["setting"]], pairs)
         ax.set(title=f"EDGC less {rival}")
-    axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
-    far = 1.15 * every[["difference_low", "difference_high"]].abs().max().max()
+        ax.tick_params(labelbottom=ax is axes[-1])
+        ax.sharex(axes[-1])
     axes[-1].set_xlim(-far, far)
+    axes[-1].set_xlabel("validation loss of EDGC less that of the rival (nats)")
+    by_room(last, pairs, every["margin_nats"].max())
     note = texts.count_note(every["n"], bars="bars: 95 % t interval, dots: seeds", scale=results.name)
-    return texts.finish(fig, axes, times_won(every), note)
+    return texts.finish(fig, [*axes, last], times_won(every), note)
+
+
+def by_room(ax: Axes, pairs: pd.DataFrame, margin: float) -> None:
+    """EDGC less the fixed rank of its bytes over what that rank costs, a point a seed, a marker a setting."""
+    rows = pairs[(pairs["rival"] == "fixed rank") & (pairs["variant"] == "cqm")]
+    ax.axhspan(-margin, margin, color="#DDDDDD", zorder=0, linewidth=0)
+    ax.axhline(0, color="#444444", linewidth=0.7)
+    colours = [family.colour for family in style.FAMILIES.values()]
+    for place, (setting, group) in enumerate(rows.groupby("setting", sort=False)):
+        ax.plot(group["rival_gap_nats"], group["difference_nats"], style.MARKERS[place], color=colours[place],
+                markersize=4, linestyle="", label=SETTINGS[str(setting)])  # fmt: skip
+    ax.set(title="what there was to win, seed by seed", ylabel="EDGC less\nfixed rank (nats)")
+    ax.set_xlabel("the fixed rank less no compression (nats)")
+    ax.legend(loc="upper left")
 
 
 def by_setting(table: pd.DataFrame) -> pd.DataFrame:
