@@ -255,7 +255,7 @@ def by_room(ax: Axes, pairs: pd.DataFrame, margin: float) -> None:
                 markersize=4, linestyle="", label=SETTINGS[str(setting)])  # fmt: skip
     ax.set(title="what there was to win, seed by seed", ylabel="EDGC less\nfixed rank (nats)")
     ax.set_xlabel("the fixed rank less no compression (nats)")
-    ax.legend(loc="upper left")
+    ax.legend(loc="best")
 
 
 def by_setting(table: pd.DataFrame) -> pd.DataFrame:
