@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -169,6 +170,7 @@ def forest(
 ) -> None:
     """A row a comparison: point with its interval, open where that holds zero; beside it seeds and verdict; a dot for
     each of ``pairs``. The shaded band is the margin of equality. ``colour``: of all, by default that of the rival."""
+    reach = [rows["margin_nats"].max(), rows[["difference_low", "difference_high"]].abs().max().max()]
     for place, row in enumerate(rows.itertuples(index=False)):
         low, high = row.difference_low, row.difference_high
         ink, marker = (colour, "o") if colour else MARKS[str(row.rival)]
@@ -176,6 +178,7 @@ def forest(
             same = (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival) & (pairs["setting"] == row.setting)
             values = pairs.loc[same, "difference_nats"].dropna()
             ax.plot(values, [place] * len(values), ".", color=ink, markersize=3, alpha=0.6)
+            reach.append(values.abs().max())
         half = 0.0 if pd.isna(low) else high - row.difference_nats
         face = "white" if low <= 0 <= high else ink
         ax.errorbar(row.difference_nats, place, xerr=half, color=ink, marker=marker, markerfacecolor=face,
@@ -185,8 +188,7 @@ def forest(
     margin = rows["margin_nats"].max()
     ax.axvspan(-margin, margin, color="#DDDDDD", zorder=0, linewidth=0)
     ax.axvline(0, color="#444444", linewidth=0.8)
-    ends = rows[["difference_low", "difference_high"]].abs().max().max()
-    far = 1.15 * max(margin, ends) if ends == ends else 2 * margin
+    far = 1.15 * float(np.nanmax(reach))
     types = rows["factor_dtype"].where(rows["factor_dtype"] != "fp32")
     ax.set_yticks(range(len(rows)), [n if pd.isna(t) else f"{n}, {t}" for n, t in zip(names, types, strict=True)])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(-far, far))
@@ -230,14 +232,15 @@ def policies_settings(results: Path) -> Figure:
     counts = {rival: n for rival in MAIN_RIVALS if (n := int((every["rival"] == rival).sum()))}
     height = min(4.1 + sum(0.42 + 0.19 * n for n in counts.values()), style.TALLEST)
     fig, (*axes, last) = style.figure(len(counts) + 1, 1, height=height, height_ratios=[*counts.values(), 5])
-    far = 1.15 * every[["difference_low", "difference_high"]].abs().max().max()
     for ax, rival in zip(axes, counts, strict=True):
         rows = every[every["rival"] == rival]
         forest(ax, rows, [SETTINGS[setting] for setting in rows["setting"]], pairs)
         ax.set(title=f"EDGC less {rival}")
         ax.tick_params(labelbottom=ax is axes[-1])
-        ax.sharex(axes[-1])
-    axes[-1].set_xlim(-far, far)
+    far = max(ax.get_xlim()[1] for ax in axes)
+    for ax in axes:
+        ax.sharex(axes[0])
+    axes[0].set_xlim(-far, far)
     axes[-1].set_xlabel("validation loss of EDGC less that of the rival (nats)")
     by_room(last, pairs, every["margin_nats"].max())
     note = texts.count_note(every["n"], bars="bars: 95 % t interval, dots: seeds", scale=results.name)
