@@ -7,7 +7,7 @@ ranks leave other errors behind, and so another entropy, is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,21 @@ def ranges(runs: Iterable[Run], costs: pd.Series) -> list[dict[str, Any]]:
             about = {"r_min": LOWEST, "r_max": r_max, "mean_rank": mean, "cost_nats": _cost(mean, costs.sort_index())}
             rows.append(identity(run) | about | judged(windows))
     return rows
+
+
+def price_of_moving(costs: pd.Series) -> Callable[[str], float]:
+    """Nats that ranks such as ``44>36>28``, the last of which was never in use, cost above a fixed rank at their mean.
+
+    A window is taken to cost what its rank costs all along, so it does not matter when a rank comes. The more the price
+    of fixed ranks, ``costs`` as in :func:`ranges`, bends, the dearer it is to move.
+    """
+    known = costs.sort_index()
+
+    def price(ranks: str) -> float:
+        used = [float(rank) for rank in ranks.split(">")[:-1]]
+        return float(np.mean([_cost(rank, known) for rank in used])) - _cost(float(np.mean(used)), known)
+
+    return price
 
 
 def _cost(rank: float, costs: pd.Series) -> float:

@@ -8,6 +8,7 @@ In a template, ``{{ }}`` holds any expression over pandas' frames, and these fun
 * ``say(frame, "{difference_nats:+.4f}", rival="fixed rank")``: columns of the only row that fits, as text;
 * ``table(frame, {"EDGC against": "{rival}", ...})``: a table in Markdown, titles with the format of their cells;
 * ``interval(values)``: ``low`` and ``high`` of the 95 % t interval of their mean;
+* ``price_of_moving(costs)``: of ranks as text, by what fixed ranks cost (:mod:`experiments.analyse.ranges`);
 * ``compare``: such a table of the paper's rows and ours, with the sources of ours;
 * ``settings``, ``yaml``, ``verdicts``, ``standing``, ``acted``, ``figure``: runs' settings, files, claims, policies,
   figures (:mod:`experiments.pages.paper`).
@@ -31,6 +32,7 @@ import pandas as pd
 import typer
 
 from edgc.errors import UserError
+from experiments.analyse.ranges import price_of_moving
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
 from experiments.common.equivalence import interval
@@ -205,6 +207,7 @@ def environment(page: Path) -> jinja2.Environment:
         "say": say,
         "table": table,
         "interval": lambda values: interval(list(values)),
+        "price_of_moving": price_of_moving,
         "compare": functools.partial(compare, page),
         "columns": lambda: paper.markdown_table(("column", "what it holds", "in"), column_list.described()),
         "yaml": lambda name: load_yaml(ROOT / name),

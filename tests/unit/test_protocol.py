@@ -159,3 +159,9 @@ def test_the_ranks_that_edgc_would_take_are_those_it_took(tmp_path: Path) -> Non
     asked = ranges.course(edgc, taken[0]["r_min"], taken[0]["r_max"])
     assert [event["ranks"] for event in asked] == [event["ranks"] for event in taken]
     assert len({rank for event in asked for rank in event["ranks"]}) > 2
+
+
+def test_ranks_that_move_cost_what_the_bend_of_the_price_says() -> None:
+    price = ranges.price_of_moving(pd.Series({16: 0.01, 8: 0.04}))
+    assert price("16>8>16") == pytest.approx(0.025 - 0.02)  # rank 12 costs the geometric mean
+    assert price("8>8>16") == pytest.approx(0) and price("32>16>8") > 0
