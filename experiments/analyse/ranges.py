@@ -49,12 +49,12 @@ def ranges(runs: Iterable[Run], costs: pd.Series) -> list[dict[str, Any]]:
         costs: nats that a fixed rank costs against no compression, by rank. Between ranks, and beyond the largest, the
             logarithm is a line.
     """
-    rows = []
+    rows, cost = [], _cost_of(costs)
     for run in runs:
         for r_max in HIGHEST:
             windows = course(run, LOWEST, r_max)
             mean = float(np.mean([event["ranks"][0] for event in windows])) if windows else math.nan
-            about = {"r_min": LOWEST, "r_max": r_max, "mean_rank": mean, "cost_nats": _cost(mean, costs.sort_index())}
+            about = {"r_min": LOWEST, "r_max": r_max, "mean_rank": mean, "cost_nats": cost(mean)}
             rows.append(identity(run) | about | judged(windows))
     return rows
 
@@ -65,18 +65,22 @@ def price_of_moving(costs: pd.Series) -> Callable[[str], float]:
     A window is taken to cost what its rank costs all along, so it does not matter when a rank comes. The more the price
     of fixed ranks, ``costs`` as in :func:`ranges`, bends, the dearer it is to move.
     """
-    known = costs.sort_index()
+    cost = _cost_of(costs)
 
     def price(ranks: str) -> float:
         used = [float(rank) for rank in ranks.split(">")[:-1]]
-        return float(np.mean([_cost(rank, known) for rank in used])) - _cost(float(np.mean(used)), known)
+        return float(np.mean([cost(rank) for rank in used])) - cost(float(np.mean(used)))
 
     return price
 
 
-def _cost(rank: float, costs: pd.Series) -> float:
-    known, logs = costs.index.to_numpy(float), np.log(costs.to_numpy(float))
-    if rank <= known[-1] or len(known) == 1:
-        return float(np.exp(np.interp(rank, known, logs)))
-    slope = (logs[-1] - logs[-2]) / (known[-1] - known[-2])
-    return float(np.exp(logs[-1] + slope * (rank - known[-1])))
+def _cost_of(costs: pd.Series) -> Callable[[float], float]:
+    known, logs = costs.sort_index().index.to_numpy(float), np.log(costs.sort_index().to_numpy(float))
+
+    def cost(rank: float) -> float:
+        if rank <= known[-1] or len(known) == 1:
+            return float(np.exp(np.interp(rank, known, logs)))
+        slope = (logs[-1] - logs[-2]) / (known[-1] - known[-2])
+        return float(np.exp(logs[-1] + slope * (rank - known[-1])))
+
+    return cost

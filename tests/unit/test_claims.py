@@ -166,14 +166,14 @@ def moments() -> dict[str, list[dict[str, Any]]]:
 
 def acting(*words: str) -> dict[str, list[dict[str, Any]]]:
     found = {"methods/table.csv": [cqm(seed, acted=False, ranks_used=1) for seed in (1, 2, 3)]}
-    for study, gap, word in zip(("policies", "policies_bert"), (0.001, 0.008), words, strict=False):
+    for study, gap, word in zip(("policies", "policies_bert"), (0.001, 0.008), words, strict=True):
         found[f"{study}/comparisons.csv"] = rivals({"no compression": gap}, {"no compression": word})
     return found
 
 
 def settings(*words: str) -> dict[str, list[dict[str, Any]]]:
     """The same of one study, a setting a word."""
-    rows = [acting(word)["policies/comparisons.csv"] for word in words]
+    rows = [rivals({"no compression": 0.001}, {"no compression": word}) for word in words]
     names = ("one_cqm", "one_wide_cqm")
     return {
         "policies/comparisons.csv": [r | {"variant": n} for n, group in zip(names, rows, strict=True) for r in group]

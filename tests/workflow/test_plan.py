@@ -42,6 +42,7 @@ CALLS: dict[str, list[str]] = {
     "slurm": ["--profile", "slurm", "-n", "report"],
     "slurm at ci scale": ["--profile", "slurm", "-n", "report", "--config", "scale=ci"],
     "local": ["-np", "rank_sweep"],
+    "all at workstation scale": ["-n", "all", "--config", "scale=workstation"],
     "rank_swep": ["-c2", "-n", "rank_swep"],
     **{setting: ["-n", "all", "--config", setting] for setting in SETTINGS},
 }
@@ -74,6 +75,14 @@ def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> Non
     assert plan["report_html"] == plan["claims"] == plan["all"] == 1
     assert plan["benchmark_figure"] == 1, "that which the checkout has, drawn, not measured"
     assert plans[""] == plan
+
+
+def test_all_leaves_out_what_is_made_by_its_name_alone(calls: dict[str, tuple[int, str]]) -> None:
+    _, output = calls["all at workstation scale"]
+    by_name = {study for study in matrix.studies() if "workstation" in matrix.load_study(study).only_by_name}
+    assert {"policies", "protocol"} <= by_name
+    made = [study for study in matrix.studies() if study not in by_name]
+    assert planned(output)["train"] == sum(len(matrix.runs(study, "workstation")) for study in made) > 0
 
 
 def test_each_target_is_planned(plans: dict[str, dict[str, int]]) -> None:
