@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from edgc.checkpoints.saved_state import merge
 from edgc.checks import integer
 from edgc.compressors.base import Gradient
-from edgc.config import CompressingConfig, EDGCConfig
-from edgc.control.settings import PolicyConfig
+from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
+from edgc.rehearsal.checks import WHERE, checked, refuse_times
+from edgc.rehearsal.copies import Buffers, copy_into, side_by_side
 from edgc.rehearsal.report import Report, distance, size
 from edgc.runtime.channel import after_sum, all_reduce_bytes, before_sum
 from edgc.runtime.device import own_modes
@@ -31,7 +31,6 @@ from edgc.strategies.base import Replica, Strategy, StrategyConfig, finished, gr
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], Tensor]
 Clip = Callable[[torch.optim.Optimizer], object]
-_WHERE = "edgc.rehearsal"
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -44,7 +43,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         fix = "give loss=..., a function of the model and a batch"
-        raise UserError(f"the model returned {type(output).__name__}, which is no loss", where=_WHERE, fix=fix)
+        raise UserError(f"the model returned {type(output).__name__}, which is no loss", where=WHERE, fix=fix)
     return loss
 
 
@@ -97,8 +96,8 @@ class Rehearsal:
         self.config = config or EDGCConfig()
         refuse_other_types(self.config, strategy, "edgc.rehearsal")
         self.loss, self.clip = loss, clip
-        self.device = _checked(model, optimizer)
-        _refuse_times(self.config)
+        self.device = checked(model, optimizer)
+        refuse_times(self.config)
         self.room = Room(self.replicas, self.device)
         self.taken = self.skipped = 0
         self.entropy = self.mean_error = math.nan
@@ -176,7 +175,7 @@ class Rehearsal:
         self._check_batches(batches)
         step = self.taken + 1
         came: list[str] = []  # names in the order in which backward comes by them, in which DDP cuts its buckets anew
-        buffers = _Buffers(self.models)
+        buffers = Buffers(self.models)
         losses, gradients, used = [], [], set()
         with self._noting(came) if self.taken == 0 and self._recuts else contextlib.nullcontext():
             for rank, batch in enumerate(batches):
@@ -212,13 +211,13 @@ class Rehearsal:
     def _check_batches(self, batches: Sequence[Any]) -> None:
         if len(batches) != self.replicas:
             fix = f"give {self.replicas}, one a replica"
-            raise UserError(f"step was given {len(batches)} batches", where=_WHERE, fix=fix)
+            raise UserError(f"step was given {len(batches)} batches", where=WHERE, fix=fix)
         if self.micro_batches > 1:
             for rank, batch in enumerate(batches):
                 if not isinstance(batch, (list, tuple)) or len(batch) != self.micro_batches:
                     found = f"{len(batch)}" if isinstance(batch, (list, tuple)) else type(batch).__name__
                     what = f"the batch of replica {rank} is not a list of {self.micro_batches} micro-batches"
-                    raise UserError(f"{what} but {found}", where=_WHERE, fix="give as many as micro_batches says")
+                    raise UserError(f"{what} but {found}", where=WHERE, fix="give as many as micro_batches says")
 
     def _step_optimizer(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         for group, first in zip(optimizer.param_groups, self.optimizers[0].param_groups, strict=True):
@@ -246,7 +245,7 @@ class Rehearsal:
         for name, p in self._parameters[self._copy(rank)].items():
             if p.grad is not None and p.grad.layout != torch.strided:
                 fix = "make the embedding without sparse=True"
-                raise UserError(f"the gradient of {name} is sparse", where=_WHERE, fix=fix)
+                raise UserError(f"the gradient of {name} is sparse", where=WHERE, fix=fix)
             gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
         return gradients
@@ -297,9 +296,9 @@ class Rehearsal:
         """Average a step's gradients; returns whether it is given up."""
         engine = self.engines[rank]
         for bucket in self._buckets:
-            copies = _side_by_side({name: gradients[name] for name in bucket})
+            copies = side_by_side({name: gradients[name] for name in bucket})
             engine.reduce(gradients_of(copies), None)
-            _copy_into(gradients, copies)
+            copy_into(gradients, copies)
         given_up = engine.given_up or not all(bool(tensor.isfinite().all()) for tensor in gradients.values())
         engine.end_iteration(skipped=given_up)
         return given_up
@@ -403,81 +402,3 @@ class Rehearsal:
 def _known(value: float, other: float) -> float:
     """``value`` where it was measured, else the ``other``."""
     return value if math.isfinite(value) else other
-
-
-class _Buffers:
-    """Buffers of models, such as running statistics: every forward pass begins with the first replica's, as in DDP."""
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._buffers = [dict(model.named_buffers()) for model in models]
-        self._start = _clones(self._buffers[0])
-        self._first: dict[str, Tensor] = {}
-
-    @contextlib.contextmanager
-    def of(self, index: int, rank: int) -> Iterator[None]:
-        """The forward pass of a replica with the model ``index``; what it leaves in its buffers stays its own, and in
-        the first replica's model that one's."""
-        buffers = self._buffers[index]
-        if rank:
-            _copy_into(buffers, self._start)
-        yield
-        if rank == 0:
-            self._first = _clones(buffers)
-        elif index == 0:
-            _copy_into(buffers, self._first)
-
-
-def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _copy_into(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    for name, other in others.items():
-        tensors[name].copy_(other)
-
-
-def _side_by_side(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that follow each other in memory, as in DDP's buckets: where a matrix begins decides about rounding."""
-    copies = {}
-    for kind in {tensor.dtype: None for tensor in tensors.values()}:
-        alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == kind}
-        flat = torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in alike.values()])
-        for (name, tensor), part in zip(alike.items(), flat.split([t.numel() for t in alike.values()]), strict=True):
-            copies[name] = part.as_strided(tensor.shape, tensor.stride())
-    return copies
-
-
-def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """The one device of a model and optimizer that can be rehearsed.
-
-    Raises:
-        UserError: they cannot.
-    """
-    if isinstance(model, DistributedDataParallel):
-        raise UserError("the model is DistributedDataParallel already", where=_WHERE, fix="give what it was made of")
-    parameters = list(model.parameters())
-    if not any(p.requires_grad for p in parameters):
-        raise UserError("the model has no parameter to train", where=_WHERE, fix="let some require gradients")
-    devices = sorted({str(p.device) for p in parameters})
-    if len(devices) > 1:
-        raise UserError(f"the model lies on {', '.join(devices)}", where=_WHERE, fix="move it to one device")
-    own, stepped = set(parameters), [p for group in optimizer.param_groups for p in group["params"]]
-    others = [p for p in stepped if p not in own]
-    if others:
-        what = f"the optimizer steps {len(others)} tensors that are no parameters of the model"
-        raise UserError(what, where=_WHERE, fix="make it of model.parameters(), after the model is on its device")
-    return parameters[0].device
-
-
-def _refuse_times(config: EDGCConfig) -> None:
-    """Refuse settings that are decided by the time of communication, of which there is none here."""
-    refused = ""
-    if isinstance(config, PolicyConfig) and not config.gives_ranks and config.r_max is None:
-        refused = "r_max = None is searched by timing communication"
-    elif isinstance(config, PolicyConfig) and config.alignment == "measured":
-        refused = "alignment = 'measured' is of times of communication"
-    elif isinstance(config, CompressingConfig) and config.cost_gate:
-        refused = "cost_gate = True times communication"
-    if refused:
-        fix = "give r_max" if "r_max" in refused else f"leave out {refused.partition(' ')[0]}"
-        raise UserError(f"{refused}, and a rehearsal has none", fix=fix)  # a caller knows the settings' file
