@@ -7,7 +7,7 @@ by :func:`edgc.optimizers.muon`.
 Of the compressed form this is e <- b e + D; sent C(e); e <- e - C(e), with C any method of ``compression`` that has
 error feedback; the code's own are blocks or rows of 2 bits to 8, and top-k. Ours differs in two things: the code sends
 messages by all-gather, which grows with the replicas, and rounds their mean once more to imitate what really happens
-here (:class:`~edgc.compressors.quantised_mean.QuantisedMean`); and it multiplies deltas by the outer rate before it
+here (:class:`~edgc.compressors.quantization.QuantisedMean`); and it multiplies deltas by the outer rate before it
 compresses them and once more in the step, which here is done once, in the step.
 """
 

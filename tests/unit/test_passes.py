@@ -17,8 +17,7 @@ from edgc.compressors import Gradient
 from edgc.compressors.base import square_sum, square_sums, within
 from edgc.compressors.kernels import matrix_kernels_for
 from edgc.compressors.powersgd import PowerSGDConfig
-from edgc.compressors.powersgd.groups import Group, batch_view
-from edgc.compressors.powersgd.passes import Batched, RowBlocks
+from edgc.compressors.powersgd.passes import Batched, Group, RowBlocks, batch_view
 from edgc.compressors.powersgd.state import State
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import masked_path

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 import edgc.compressors.quantization as blocks_module
 from edgc.compressors.float8 import Float8
-from edgc.compressors.powersgd.workspace import Wire
-from edgc.compressors.quantised_mean import QuantisedMean
-from edgc.compressors.quantization import FACTORS, Blocks
+from edgc.compressors.powersgd.algorithm import Wire
+from edgc.compressors.quantization import FACTORS, Blocks, QuantisedMean
 from tests.lockstep import Twin
 
 BITS = (8, 7, 6, 5, 4, 2, 1)

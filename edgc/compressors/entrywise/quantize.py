@@ -13,8 +13,7 @@ from edgc.checks import number, one_of, require
 from edgc.compressors.base import Compressor
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.float8 import Float8
-from edgc.compressors.quantised_mean import QuantisedMean, Quantiser
-from edgc.compressors.quantization import LEVELS, Blocks
+from edgc.compressors.quantization import LEVELS, Blocks, QuantisedMean, Quantiser
 from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
@@ -116,7 +115,7 @@ class QuantizeConfig(RoundedConfig):
 
 
 class Quantised(Feedback):
-    """Quantised by every worker and averaged by :class:`~edgc.compressors.quantised_mean.QuantisedMean`.
+    """Quantised by every worker and averaged by :class:`~edgc.compressors.quantization.QuantisedMean`.
 
     With one worker nothing is sent and so nothing is rounded. Every matrix starts a group of its own.
     """

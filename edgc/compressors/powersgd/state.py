@@ -12,8 +12,7 @@ from torch import Tensor
 from edgc.checks import need
 from edgc.compressors.base import Gradient, clones, seeded, square_sums
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.compressors.powersgd.groups import RIGHT, Group, batch_view
-from edgc.compressors.powersgd.passes import TINY_SQ
+from edgc.compressors.powersgd.passes import RIGHT, TINY_SQ, Group, batch_view
 from edgc.errors import UserError
 
 _ROUNDS, _OVERSAMPLING = 3, 8  # of the power iteration that renews a warm start
