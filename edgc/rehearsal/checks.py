@@ -1,4 +1,4 @@
-"""What can be rehearsed: the model, the optimizer and the settings."""
+"""Checks of what is to be rehearsed: the model, the optimizer and the settings."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def price_of_moving(costs: pd.Series) -> Callable[[str], float]:
 
 
 def _cost_of(costs: pd.Series) -> Callable[[float], float]:
-    known, logs = costs.sort_index().index.to_numpy(float), np.log(costs.sort_index().to_numpy(float))
+    costs = costs.sort_index()
+    known, logs = costs.index.to_numpy(float), np.log(costs.to_numpy(float))
 
     def cost(rank: float) -> float:
         if rank <= known[-1] or len(known) == 1:
