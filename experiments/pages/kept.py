@@ -156,4 +156,6 @@ def _what_is_kept(simulated: bool, study: Study, runs: list[dict[str, Any]], kep
         return f"Evaluates the models of {', '.join(study.needs)}; its runs are theirs."
     if folders := sum(run["href"] is not None for run in runs):
         return f"{'All' if folders == len(runs) else f'{folders} of {len(runs)}'} run folders are here."
-    return f"{len(kept)} runs are kept, a file each." if kept else "Only tables are kept, no runs."
+    if kept:
+        return f"{len(kept)} runs are kept, a file each."
+    return f"Tables alone are kept; commit {study.frozen} computed them." if study.frozen else "Tables alone are kept."

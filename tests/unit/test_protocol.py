@@ -152,7 +152,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 def test_the_ranks_that_edgc_would_take_are_those_it_took(tmp_path: Path) -> None:
     """Told the entropies of its own run, whose settings it has."""
-    for name, content in archive.read(WORKSTATION / "policies_one_stage", "cqm-s1").items():
+    for name, content in archive.read(WORKSTATION / "policies", "one_cqm-s15").items():
         (tmp_path / name).write_bytes(content)
     edgc = load_run(tmp_path)
     taken = window_decisions(edgc.decisions, edgc.edgc.window, before=edgc.iterations)
