@@ -175,6 +175,13 @@ def power_of_difference(sd: float, effect: float, seeds: int) -> float:
     return float(stats.nct.sf(limit, freedom, shift) + wrong)
 
 
+def smallest_seen(sd: float, seeds: int) -> float:
+    """The least true difference that a two-sided paired t test with so many seeds sees with probability ``POWER``."""
+    from scipy import optimize
+
+    return sd * float(optimize.brentq(lambda effect: power_of_difference(1.0, effect, seeds) - POWER, 0.01, 100.0))
+
+
 def seeds_needed(power: Callable[[float, float, int], float], sd: float, effect: float) -> float:
     """The fewest seeds, of at least three, with which ``power`` reaches ``POWER``; infinite above ``MOST``."""
     return next((float(n) for n in range(LEAST_SEEDS, MOST + 1) if power(sd, effect, n) >= POWER), math.inf)

@@ -8,6 +8,7 @@ In a template, ``{{ }}`` holds any expression over pandas' frames, and these fun
 * ``say(frame, "{difference_nats:+.4f}", rival="fixed rank")``: columns of the only row that fits, as text;
 * ``table(frame, {"EDGC against": "{rival}", ...})``: a table in Markdown, titles with the format of their cells;
 * ``interval(values)``: ``low`` and ``high`` of the 95 % t interval of their mean;
+* ``smallest_seen(sd, n)``: the difference that n seeds see four times of five (:mod:`experiments.common.equivalence`);
 * ``price_of_moving(costs)``: of ranks as text, by what fixed ranks cost (:mod:`experiments.analyse.ranges`);
 * ``compare``: such a table of the paper's rows and ours, with the sources of ours;
 * ``settings``, ``yaml``, ``verdicts``, ``standing``, ``acted``, ``figure``: runs' settings, files, claims, policies,
@@ -35,7 +36,7 @@ from edgc.errors import UserError
 from experiments.analyse.ranges import price_of_moving
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
-from experiments.common.equivalence import interval
+from experiments.common.equivalence import interval, smallest_seen
 from experiments.common.files import KEPT, ROOT, atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.pages import columns as column_list
@@ -207,6 +208,7 @@ def environment(page: Path) -> jinja2.Environment:
         "say": say,
         "table": table,
         "interval": lambda values: interval(list(values)),
+        "smallest_seen": smallest_seen,
         "price_of_moving": price_of_moving,
         "compare": functools.partial(compare, page),
         "columns": lambda: paper.markdown_table(("column", "what it holds", "in"), column_list.described()),

@@ -59,6 +59,13 @@ def test_a_difference_far_above_its_deviation_is_seen_for_certain() -> None:
     assert np.all(np.diff(found) <= 1e-9) and found[-1] > 0.9, "nothing is missing"
 
 
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_the_smallest_difference_seen_is_seen_four_times_of_five(seeds: int) -> None:
+    effect = equivalence.smallest_seen(0.004, seeds)
+    drawn = np.random.default_rng(seeds).normal(effect, 0.004, (20000, seeds))
+    assert np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05) == pytest.approx(0.8, abs=0.01)
+
+
 def test_the_interval_of_a_deviation_holds_the_true_one_in_95_of_100_samples() -> None:
     random = np.random.default_rng(0)
     held = [low < 0.003 < high for low, high in map(equivalence.sd_interval, random.normal(0.1, 0.003, (1500, 6)))]
