@@ -8,10 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Self
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 from edgc.errors import UserError, choices, nearest
+
+Kind = TypeVar("Kind")
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
@@ -22,7 +25,7 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
 
 def one_of(key: str, value: object, allowed: Collection[str]) -> None:
     """Refuse anything that is not ``allowed``."""
-    require(value in allowed, key, value, choices(value, allowed))
+    require(value in list(allowed), key, value, choices(value, allowed))  # also what cannot be hashed
 
 
 def mapping(values: object, where: object, fix: str) -> None:
@@ -41,11 +44,16 @@ def integer(key: str, value: object, low: int) -> int:
     return whole
 
 
-def number(key: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Refuse anything but a finite number in [low, high], or with ``open_low`` in (low, high]."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
-    bound = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+def number(
+    key: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
+) -> None:
+    """Refuse anything but a finite number in [low, high], without an end that is open."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    ok = ok and (value > low if open_low else value >= low)  # type: ignore[operator]
+    ok = ok and (value < high if open_high else value <= high)  # type: ignore[operator]
+    bound = f"{'above' if open_low else 'at least'} {low:g}"
+    if high < math.inf:
+        bound += f" and {'below' if open_high else 'at most'} {high:g}"
     require(ok, key, value, f"use a number {bound}")
 
 
@@ -137,6 +145,13 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain nested dictionaries, defaults included."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+def subclasses(kind: type[Kind]) -> Iterator[type[Kind]]:
+    """The classes that are derived from one, and those that are derived from these."""
+    for other in kind.__subclasses__():
+        yield other
+        yield from subclasses(other)
 
 
 def unknown(key: str, known: Iterable[str], where: object = None, prefix: str = "") -> UserError:

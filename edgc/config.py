@@ -12,13 +12,13 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from edgc import presets
-from edgc.checks import Settings, dotted, mapping, number, unknown
+from edgc.checks import Settings, dotted, mapping, number, subclasses, unknown
 from edgc.errors import UserError, choices
 from edgc.sections import EntropyConfig, PipelineConfig
 
@@ -282,7 +282,7 @@ def methods() -> tuple[type[EDGCConfig], ...]:
     """
     _import_all("edgc.compressors")
     _import_all("edgc.control.policies")
-    kinds = [kind for kind in dict.fromkeys(_subclasses(EDGCConfig)) if kind.method and getattr(kind, "policy", "-")]
+    kinds = [kind for kind in dict.fromkeys(subclasses(EDGCConfig)) if kind.method and getattr(kind, "policy", "-")]
     return tuple(sorted(kinds, key=lambda kind: (kind.method != "none", kind.title())))
 
 
@@ -296,11 +296,20 @@ def _import_all(package: str) -> None:
     for info in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         module = importlib.import_module(info.name)
         # A package that is a method itself imports the rest of it when it is built.
-        if info.ispkg and not any(kind.__module__ == module.__name__ for kind in _subclasses(EDGCConfig)):
+        if info.ispkg and not any(kind.__module__ == module.__name__ for kind in subclasses(EDGCConfig)):
             _import_all(info.name)
 
 
-def _subclasses(kind: type[EDGCConfig]) -> Iterator[type[EDGCConfig]]:
-    for other in kind.__subclasses__():
-        yield other
-        yield from _subclasses(other)
+def refuse_stages(config: EDGCConfig, where: str, job: str) -> None:
+    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for in a ``job`` without; but not
+    ``alignment``, which the paper's settings have: one stage is always aligned."""
+    values = dotted(config.to_dict())
+    for key, unused, word in (
+        ("pipeline.rank", None, "null"),
+        ("fused_embedding", False, "false"),
+        ("compressed_stages", 1, "1"),
+        ("compress_experts", True, "true"),
+    ):
+        if (value := values.get(key, unused)) != unused:
+            fix = f"{job} has one stage and no expert parallelism; set {key}: {word}"
+            raise UserError(f"{key} = {value!r} cannot be used", where=where, fix=fix)

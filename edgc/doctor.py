@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from edgc.compressors import Channel, Gradient
 from edgc.compressors.base import Steps
 from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.config import EDGCConfig
-from edgc.errors import UserError
+from edgc.errors import Parser, UserError
 from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
 from edgc.timing import benchmark
@@ -41,11 +41,6 @@ _DENSITY = 0.01  # of top-k
 _SLOW = 2.0  # seconds after which a measurement is not repeated
 
 # --------------------------------------------------------------------- command line
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, fix="see --help")
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -61,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UserError: values that make no sense, naming the option.
     """
-    parser = _Parser(prog="python -m edgc.doctor", description=__doc__)
+    parser = Parser(prog="python -m edgc.doctor", description=__doc__)
     add = parser.add_argument
     add("--shapes", type=_shape, nargs="+", metavar="MxN", help="matrices to reduce, e.g. 1024x3072 1024x1024")
     add("--hidden", type=int, default=1024, help="instead: width of a GPT block (default 1024, GPT-2 medium)")
@@ -116,6 +111,9 @@ def _joined(options: argparse.Namespace) -> dict[str, Any] | None:
     if missing:
         fix = "start with torchrun, or unset RANK for a run on this machine alone"
         raise UserError(f"RANK is set but not {', '.join(missing)}", where="environment", fix=fix)
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not os.environ.get(key, "0").isdecimal():
+            raise UserError(f"{key} = {os.environ[key]!r} is no number", where="environment", fix="start with torchrun")
     if os.environ["WORLD_SIZE"] == "1":
         raise UserError("one process has nobody to send to", where="WORLD_SIZE", fix="start at least two")
     return _measured(options, int(os.environ.get("LOCAL_RANK", "0")))

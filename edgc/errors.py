@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import difflib
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 AnyError = TypeVar("AnyError", bound=Exception)
 
@@ -25,6 +26,13 @@ class UserError(Exception):
         self.message, self.where, self.fix = message, where, fix
         line = message + (f" (in {where})" if where is not None else "") + (f"; {fix}" if fix else "")
         super().__init__(" ".join(line.split()))
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command line whose mistakes are :class:`UserError`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, fix="see --help")
 
 
 def nearest(name: object, known: Iterable[str], otherwise: str = "known") -> str:

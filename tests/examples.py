@@ -43,8 +43,6 @@ CONSTANT = below(ConstantConfig)
 ENTRYWISE = below(EntrywiseConfig)
 LOW_RANK = below(LowRankConfig)
 DENSE = [name for name in FOUND if name not in ENTRYWISE + LOW_RANK]
-UNBIASED = [name for name, (_, example) in FOUND.items() if example.bound is not None]
-"""Exact on average only, without error feedback."""
 
 
 def known(compressor: Compressor, gradient: Gradient) -> Tensor:

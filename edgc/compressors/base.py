@@ -368,6 +368,11 @@ def finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack(ends if alike else [end.double() for end in ends]).isfinite().all()
 
 
+def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape in which a parameter is compressed: of more than two dimensions the first one by the rest."""
+    return tuple(shape) if len(shape) <= 2 else (shape[0], math.prod(shape[1:]))
+
+
 def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of every tensor."""
     return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -22,7 +22,6 @@ What follows from how DDP works:
 """
 
 # No `from __future__ import annotations`: DDP checks the hook's annotations and wants them as objects.
-import math
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from edgc.buckets import Bucket, BucketWorker
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
 from edgc.checks import need
 from edgc.compressors import Gradient
+from edgc.compressors.base import matrix_shape
 from edgc.control.controller import Decision
 from edgc.engine import Engine, Iteration, Scaler, loss_scale
 from edgc.errors import UserError, copied
@@ -187,7 +187,7 @@ class Handle:
         self._refuse_inside_iteration()
         state = state_for(state, world=self._world, rank=self._rank)
         need(state, ("layout", "memory", "skipped"), "state")
-        refuse_other_parameters(state, {name: matrix_shape(p) for p, name in self._names.items()})
+        refuse_other_parameters(state, {name: matrix_shape(p.shape) for p, name in self._names.items()})
         saved, here = state["memory"], self._memory
         for name in saved.keys() | here.keys():
             if saved.get(name) != here.get(name):
@@ -237,7 +237,9 @@ class Handle:
         Warns:
             UserWarning: if another rank is lost; this one has then ended alone.
         """
-        self._refuse_inside_iteration()
+        if torch._C._current_graph_task_id() >= 0:  # and not whether an iteration has ended: a backward may have failed
+            raise UserError("edgc.ddp was called inside an iteration", fix="call it after backward")
+        self._settle()
         self._stop()
         while self._hooks:
             self._hooks.pop().remove()
@@ -333,12 +335,6 @@ def _note(used: set[str], name: str, _: Tensor) -> None:
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
     if parameter.grad is not None and parameter.grad.is_sparse:
         raise UserError(f"parameter {name} has a sparse gradient", where="edgc.ddp", fix="look it up with sparse=False")
-
-
-def matrix_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape in which a parameter is compressed: of more than two dimensions the first one by the rest."""
-    shape = tuple(parameter.shape)
-    return shape if len(shape) <= 2 else (shape[0], math.prod(shape[1:]))
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

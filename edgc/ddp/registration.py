@@ -18,10 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from edgc.checks import dotted, integer
-from edgc.compressors.base import compressible
-from edgc.config import CompressingConfig, EDGCConfig
-from edgc.ddp.hook import Handle, Slot, hook, matrix_shape
+from edgc.checks import integer
+from edgc.compressors.base import compressible, matrix_shape
+from edgc.config import CompressingConfig, EDGCConfig, refuse_stages
+from edgc.ddp.hook import Handle, Slot, hook
 from edgc.ddp.strategy import StrategyHandle
 from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
@@ -105,7 +105,9 @@ def register(
         Matrix(shape[0], shape[1], bits, parameter in tables)
         for parameter in parameters.values()
         if compressible(
-            shape := matrix_shape(parameter), config.min_compression_elements, bits := 8 * parameter.element_size()
+            shape := matrix_shape(parameter.shape),
+            config.min_compression_elements,
+            bits := 8 * parameter.element_size(),
         )
     ]
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
@@ -216,11 +218,11 @@ def _agreed(
         refuse_other_types(config, strategy, where)
         parameters = _parameters(model)
         integer("iterations", iterations, 1)
-        _refuse_stages(config)
+        refuse_stages(config, "edgc.ddp.register", "a plain data-parallel job")
         _refuse_scaler(scaler, config, parameters)
         if strategy is not None and strategy.name != "every_step":
             _refuse_strategy(strategy, optimizer, scaler, parameters)
-        shapes = [(name, matrix_shape(parameter)) for name, parameter in parameters.items()]
+        shapes = [(name, matrix_shape(parameter.shape)) for name, parameter in parameters.items()]
         described = repr((config, iterations, scaler in (None, False), strategy, shapes))
     except UserError as error:
         refusal = error
@@ -233,21 +235,6 @@ def _agreed(
     what, fix = "config, iterations, options or parameters", "give the same on every rank"
     refuse_differing(what, [other for other, _ in answers], where=where, fix=fix)
     return parameters
-
-
-def _refuse_stages(config: EDGCConfig) -> None:
-    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for; but not ``alignment``, which
-    the paper's settings have: one stage is always aligned."""
-    stages, values = "a plain data-parallel job has one stage", dotted(config.to_dict())
-    for key, unused, word, why in (
-        ("pipeline.rank", None, "null", stages),
-        ("fused_embedding", False, "false", stages),
-        ("compressed_stages", 1, "1", stages),
-        ("compress_experts", True, "true", "a plain data-parallel job has no expert parallelism"),
-    ):
-        if (value := values.get(key, unused)) != unused:
-            where, fix = "edgc.ddp.register", f"{why}; set {key}: {word}"
-            raise UserError(f"{key} = {value!r} cannot be used", where=where, fix=fix)
 
 
 def _refuse_scaler(scaler: object, config: EDGCConfig, parameters: Mapping[str, Tensor]) -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from edgc.checks import dotted, integer
+from edgc.checks import integer
 from edgc.compressors.base import compressible
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, refuse_stages
 from edgc.control.adaptive import NO_MATRIX
 from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
@@ -131,7 +131,7 @@ def _agreed(
         layout = layout_of(units, replicas)
         refuse_waiting(units, layout)
         integer("iterations", iterations, 1)
-        _refuse_stages(config)
+        refuse_stages(config, WHERE, "FSDP2")
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise UserError(f"scaler = {scaler!r} is not valid", where=WHERE, fix="give a GradScaler")
         if strategy is not None and strategy.name != "every_step":
@@ -160,17 +160,3 @@ def _agreed(
         fix = "let the size of every dimension that is cut be divisible"
     refuse_differing("parameters or their shapes", all_parts, where=WHERE, fix=fix)
     return found
-
-
-def _refuse_stages(config: EDGCConfig) -> None:
-    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for."""
-    values = dotted(config.to_dict())
-    for key, unused, word in (
-        ("pipeline.rank", None, "null"),
-        ("fused_embedding", False, "false"),
-        ("compressed_stages", 1, "1"),
-        ("compress_experts", True, "true"),
-    ):
-        if (value := values.get(key, unused)) != unused:
-            what = f"{key} = {value!r} cannot be used"
-            raise UserError(what, where=WHERE, fix=f"FSDP2 has one stage and no experts of its own; set {key}: {word}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from edgc.compressors.base import matrix_shape
 from edgc.errors import UserError
 
 WHERE = "edgc.fsdp.register"
@@ -202,11 +203,6 @@ class Unit:
         return self._group._all_reduce_hook is not None or not torchs
 
 
-def matrix_shape(size: Sequence[int]) -> tuple[int, ...]:
-    """Shape in which a parameter is compressed: of more than two dimensions the first one by the rest."""
-    return tuple(size) if len(size) <= 2 else (size[0], math.prod(size[1:]))
-
-
 def units_of(model: nn.Module) -> list[Unit]:
     """The units of ``model``, also those that are frozen: they may be thawed.
 
@@ -308,7 +304,8 @@ class ShardsOnly:
             mesh.__class__ = FSDPMeshInfo
 
     def end(self) -> None:
-        for mesh, kind in self._before.values():
+        while self._before:  # once: the model may have another handle by then
+            _, (mesh, kind) = self._before.popitem()
             mesh.__class__ = kind
 
 

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 import edgc.fsdp
+from edgc.checkpoints import rank_files
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from edgc.runtime.groups import gather_objects
+from edgc.runtime.groups import gather_objects, refuse_differing
 
 Handle = edgc.ddp.Handle | edgc.fsdp.Handle
 
@@ -86,12 +86,19 @@ def metrics(handle: Handle) -> dict[str, float]:
 
 def save(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
     """Save the state of every rank in ``folder``; all files are whole when it returns, and none of a run with another
-    number of ranks is left. To be called on every rank."""
+    number of ranks is left. To be called on every rank.
+
+    Raises:
+        UserError: on every rank, if one cannot write its file.
+    """
     file = Path(folder) / f"{name}-{_place(handle)}.pt"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(handle.state_dict(), part := file.with_suffix(".part"))
-    part.replace(file)
-    gather_objects(None)
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rank_files.save(part := file.with_suffix(".part"), handle.state_dict())
+        part.replace(file)
+
+    rank_files.together(write)
     for other in _files(folder, name):
         if other.stem.split("-")[-1] != file.stem.split("-")[-1]:
             other.unlink(missing_ok=True)
@@ -101,7 +108,8 @@ def load(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
     """Go on from what :func:`save` left in ``folder``, also with another number of ranks. To be called on every rank.
 
     Raises:
-        UserError: if some files are missing.
+        UserError: on every rank, if some files are missing, cannot be read or are of another iteration than the others,
+            as after a job that was killed while it saved.
 
     Warns:
         UserWarning: if there are none.
@@ -114,8 +122,15 @@ def load(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
             if dist.get_rank() == 0:
                 warnings.warn(f"edgc: no state in {folder}: {LOST}", stacklevel=2)
             return
-    states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-    handle.load_state_dict(states[0] if all(own) else states)
+
+    def read() -> Any:
+        states = [rank_files.load_plain(file, file.parent, file.name, map_location="cpu") for file in files]
+        return states[0] if all(own) else states
+
+    state = rank_files.together(read)
+    rank_files.together(lambda: handle.load_state_dict(state))
+    iterations, fix = gather_objects(handle.engine.iteration), "go on from an older checkpoint"
+    refuse_differing("iterations of the saved states", iterations, where=str(folder), fix=fix)
 
 
 def _files(folder: str | Path, name: str) -> list[Path]:

@@ -15,24 +15,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from edgc.checks import integer
 from edgc.config import EDGCConfig
-from edgc.errors import UserError
+from edgc.errors import Parser, UserError
 from edgc.rehearsal import gpt
 from edgc.rehearsal.rehearsal import Loss, Rehearsal, model_loss
 from edgc.strategies.base import StrategyConfig
 
+COLUMNS = ["method", "settings", "strategy", "model", "replicas", "steps", "seed", "loss", "validation", "bytes"]
+COLUMNS += ["share", "rank", "mean_error", "gap", "skipped", "torch", "device", "seconds"]  # of the table
 _TAIL = 0.1  # share of the steps over whose losses the final one is a mean
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, fix="see --help")
 
 
 @dataclass
@@ -52,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UserError: they are no such options.
     """
-    parser = _Parser("python -m edgc.rehearsal", description=__doc__)
+    parser = Parser("python -m edgc.rehearsal", description=__doc__)
     add = parser.add_argument
     say = "function that returns (model, optimizer, iterable of batches) or these and loss(model, batch); without one a"
     add("target", nargs="?", metavar="FILE.py:FUNCTION", help=f"{say} GPT of 0.4 M parameters learns Python's library")
@@ -94,6 +91,8 @@ def settings(items: Sequence[str], option: str) -> dict[str, Any]:
         inner, (*sections, last) = found, key.split(".")
         for section in sections:
             inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise UserError(f"{option} {item} follows another {section}=", fix=f"give {section} or parts of it")
         try:
             inner[last] = json.loads(value)
         except json.JSONDecodeError:
@@ -109,8 +108,8 @@ def own_task(target: str) -> Task:
     """
     file, _, name = target.rpartition(":")
     path = Path(file)
-    if not path.is_file() or not name:
-        raise UserError(f"there is no file for {target}", fix="give FILE.py:FUNCTION")
+    if not path.is_file() or path.suffix != ".py" or not name:
+        raise UserError(f"there is no Python file for {target}", fix="give FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -125,6 +124,9 @@ def own_task(target: str) -> Task:
     if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], nn.Module):
         fix = "return (model, optimizer, batches) or (model, optimizer, batches, loss)"
         raise UserError(f"{name} returned {type(made).__name__}", where=path, fix=fix)
+    if not isinstance(made[2], Iterable):
+        what, fix = f"{name} returned batches that are {made[2]!r}", "return an iterable of them"
+        raise UserError(what, where=path, fix=fix)
     return Task(*made)
 
 
@@ -158,7 +160,10 @@ def moved(batch: Any, device: str) -> Any:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
-    return type(batch)(moved(value, device) for value in batch) if isinstance(batch, (list, tuple)) else batch
+    if isinstance(batch, (list, tuple)):
+        values = [moved(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
 
 
 class Run:
@@ -209,7 +214,10 @@ class Writer:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError(f"--tensorboard needs TensorBoard: {error}", fix="pip install tensorboard") from None
-        self._writer: Any = SummaryWriter(str(folder))
+        try:
+            self._writer: Any = SummaryWriter(str(folder))
+        except OSError as error:
+            raise UserError(f"--tensorboard cannot be written: {error}", fix="choose another folder") from None
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -257,6 +265,24 @@ def train(options: argparse.Namespace) -> list[Run]:
     return runs
 
 
+def check_table(path: Path) -> None:
+    """Make a table that there is not yet.
+
+    Raises:
+        UserError: it cannot be written, or has other columns.
+    """
+    try:
+        with path.open("a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            columns = next(csv.reader(file), None)
+            if columns is None:
+                csv.writer(file, lineterminator="\n").writerow(COLUMNS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--table cannot be written: {error}", fix="choose another file") from None
+    if columns not in (None, COLUMNS):
+        raise UserError(f"--table {path} has other columns", fix="choose another file")
+
+
 def row(options: argparse.Namespace, run: Run) -> dict[str, Any]:
     """Results for a table."""
     report = run.rehearsal.report()
@@ -286,8 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit code."""
     try:
         options = parse(arguments)
+        if options.table:
+            check_table(options.table)
         runs = train(options)
-        rows = [row(options, runs[0])]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -297,12 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = f"loss of the last steps{what} {run.loss:.4f}"
         print(text + (f", held out {held_out:.4f}" if math.isfinite(held_out) else ""))
     if options.table:
-        new = not options.table.exists()
         with options.table.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row(options, runs[0]))
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +23,8 @@ def checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
     """
     if isinstance(model, DistributedDataParallel):
         raise UserError("the model is DistributedDataParallel already", where=WHERE, fix="give what it was made of")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer = {optimizer!r} is no optimizer", where=WHERE, fix="give one of torch.optim's kind")
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise UserError("the model has no parameter to train", where=WHERE, fix="let some require gradients")
@@ -33,6 +37,17 @@ def checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
         what = f"the optimizer steps {len(others)} tensors that are no parameters of the model"
         raise UserError(what, where=WHERE, fix="make it of model.parameters(), after the model is on its device")
     return parameters[0].device
+
+
+def refuse_other_names(buckets: Sequence[Sequence[str]], parameters: Collection[str]) -> None:
+    """Refuse buckets that do not hold every parameter that is trained once."""
+    given = [name for bucket in buckets for name in bucket]
+    for name in [*given, *parameters]:
+        if name not in parameters or given.count(name) != 1:
+            what = f"buckets hold {name} {given.count(name)} times"
+            if name not in parameters:
+                what = f"buckets hold {name}, which is not trained"
+            raise UserError(what, where=WHERE, fix="name every parameter that requires gradients once")
 
 
 def refuse_times(config: EDGCConfig) -> None:

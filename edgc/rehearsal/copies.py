@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from edgc.compressors.base import clones
+
 
 class Buffers:
     """Buffers of models, such as running statistics: every forward pass begins with the first replica's, as in DDP."""
@@ -29,11 +31,6 @@ class Buffers:
             self._first = clones(buffers)
         elif index == 0:
             copy_into(buffers, self._first)
-
-
-def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors, by name."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def copy_into(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:

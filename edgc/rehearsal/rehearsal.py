@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from edgc.checkpoints.saved_state import merge
-from edgc.checks import integer
+from edgc.checks import integer, need, number
 from edgc.compressors.base import Gradient
 from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
-from edgc.rehearsal.checks import WHERE, checked, refuse_times
+from edgc.rehearsal.checks import WHERE, checked, refuse_other_names, refuse_times
 from edgc.rehearsal.copies import Buffers, copy_into, side_by_side
 from edgc.rehearsal.report import Report, distance, size
 from edgc.runtime.channel import after_sum, all_reduce_bytes, before_sum
@@ -95,6 +95,8 @@ class Rehearsal:
         iterations = integer("iterations", iterations, 1)
         self.config = config or EDGCConfig()
         refuse_other_types(self.config, strategy, "edgc.rehearsal")
+        if clip is not None and not callable(clip):
+            number("clip", clip, 0, open_low=True)
         self.loss, self.clip = loss, clip
         self.device = checked(model, optimizer)
         refuse_times(self.config)
@@ -133,6 +135,8 @@ class Rehearsal:
         if observer is not None:
             for rank, engine in enumerate(self.engines):
                 engine.observer = lambda iteration, gradients, rank=rank: observer(rank, iteration, gradients)
+        if buckets is not None:
+            refuse_other_names(buckets, self._parameters[0])
         self._recuts = buckets is None  # after the first backward
         # As DDP has them until it knows how backward goes.
         self._buckets = [[*bucket] for bucket in buckets or [list(self._parameters[0])]]
@@ -156,7 +160,7 @@ class Rehearsal:
     @property
     def bytes(self) -> float:
         """Bytes that a replica has sent so far."""
-        return sum(sum(sent.values()) for sent in self.room.sent) / self.replicas
+        return sum(self._sent().values())
 
     @property
     def dense_bytes(self) -> int:
@@ -198,7 +202,7 @@ class Rehearsal:
             for name, p in parameters.items():
                 p.grad = None if name in unused else gradients[index].get(name)
             if not skipped:
-                self._step_optimizer(parameters, optimizer)
+                self._step_optimizer(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self._together(lambda rank: finished(self.strategies[rank].after_step()))
         self.taken, self.skipped = step, self.skipped + skipped
@@ -219,7 +223,7 @@ class Rehearsal:
                     what = f"the batch of replica {rank} is not a list of {self.micro_batches} micro-batches"
                     raise UserError(f"{what} but {found}", where=WHERE, fix="give as many as micro_batches says")
 
-    def _step_optimizer(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for group, first in zip(optimizer.param_groups, self.optimizers[0].param_groups, strict=True):
             group.update({key: value for key, value in first.items() if key != "params"})
         optimizer.step()
@@ -338,6 +342,7 @@ class Rehearsal:
         return {
             "taken": self.taken,
             "skipped": self.skipped,
+            "measured": {"sent": self._sent(), "entropy": self.entropy, "mean_error": self.mean_error},
             "models": [model.state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "engines": [engine.state_dict() for engine in self.engines],
@@ -350,12 +355,18 @@ class Rehearsal:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, also of another number of replicas: error feedback of averaged gradients is
         then redistributed, as under DDP, and what else was each one's own begins anew."""
+        keys = ("taken", "skipped", "measured", "models", "optimizers", "engines", "shared", "own", "random", "buckets")
+        need(state, keys, "state")
         state = copy.deepcopy(dict(state))
+        self.entropy, self.mean_error = state["measured"]["entropy"], state["measured"]["mean_error"]
+        for sent in self.room.sent:
+            sent.clear()
+            sent.update(state["measured"]["sent"])
         self.taken, self.skipped, self._buckets = state["taken"], state["skipped"], state["buckets"]
         same = len(state["own"]) == self.replicas
         for index, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             model.load_state_dict(state["models"][index % len(state["models"])])
-            optimizer.load_state_dict(state["optimizers"][index % len(state["optimizers"])])
+            optimizer.load_state_dict(copy.deepcopy(state["optimizers"][index % len(state["optimizers"])]))
         for rank, strategy in enumerate(self.strategies):
             strategy.load_state(copy.deepcopy(state["shared"]), state["own"][rank] if same else None)
         engines = state["engines"]
@@ -366,15 +377,19 @@ class Rehearsal:
         for engine, saved in zip(self.engines, engines, strict=True):
             engine.load_state_dict(copy.deepcopy(saved))
 
+    def _sent(self) -> dict[str, float]:
+        """Bytes that a replica has sent so far, by kind of collective, in the mean of all."""
+        sent: Counter[str] = sum(self.room.sent, Counter())
+        return {kind: count / self.replicas for kind, count in sent.items()}
+
     def report(self) -> Report:
         """Measurements of the steps so far."""
-        sent: Counter[str] = sum(self.room.sent, Counter())
         measured = [engine.last for engine in self._members[0].engines if engine.last is not None]
         return Report(
             replicas=self.replicas,
             steps=self.taken,
             skipped=self.skipped,
-            bytes={kind: count / self.replicas / max(1, self.taken) for kind, count in sent.items()},
+            bytes={kind: count / max(1, self.taken) for kind, count in self._sent().items()},
             dense_bytes=self.dense_bytes,
             rank=next((last.rank for last in measured if last.rank is not None), None),
             entropy=self.entropy,

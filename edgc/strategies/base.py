@@ -23,12 +23,12 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from edgc.checks import Settings, mapping, unknown
+from edgc.checks import Settings, mapping, need, subclasses, unknown
 from edgc.compressors.base import Channel, Gradient, Steps, compressible, finite
 from edgc.config import EDGCConfig
 from edgc.errors import UserError, choices
@@ -242,7 +242,26 @@ class Strategy:
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on from a saved state; ``own`` is None on a replica that had none."""
+        need(shared, ("step",), "shared")
         self.step = int(shared["step"])
+
+
+def restore(tensors: Mapping[str, Tensor], state: Mapping[str, Any], where: str, key: str) -> None:
+    """Overwrite ``tensors`` by those that ``state``, which is called ``where`` in the whole, has under ``key``.
+
+    Raises:
+        UserError: it does not have them all, or in other shapes; nothing was overwritten.
+    """
+    need(state, (key,), where)
+    need(state[key], tensors, f"{where}.{key}")
+    for name, tensor in tensors.items():
+        shape = getattr(state[key][name], "shape", None)
+        if shape != tensor.shape:
+            found = "no tensor" if shape is None else tuple(shape)
+            what = f"the saved state's {where}.{key}.{name} is {found}, and here it is {tuple(tensor.shape)}"
+            raise UserError(what, fix="load the state of this very model")
+    for name, tensor in tensors.items():
+        tensor.copy_(state[key][name])
 
 
 def finished(steps: Generator[None, None, T]) -> T:
@@ -296,7 +315,7 @@ def refuse_other_types(config: object, strategy: object, where: str) -> None:
 def strategies() -> tuple[type[StrategyConfig], ...]:
     """The type of every strategy, in the order of their names: those of the files in ``edgc/strategies``."""
     _import_all()
-    kinds = [kind for kind in _subclasses(StrategyConfig) if kind.name]
+    kinds = [kind for kind in subclasses(StrategyConfig) if kind.name]
     return tuple(sorted(kinds, key=lambda kind: kind.name))
 
 
@@ -305,9 +324,3 @@ def _import_all() -> None:
     package = importlib.import_module("edgc.strategies")
     for info in pkgutil.iter_modules(package.__path__, "edgc.strategies."):
         importlib.import_module(info.name)
-
-
-def _subclasses(kind: type[StrategyConfig]) -> Iterator[type[StrategyConfig]]:
-    for other in kind.__subclasses__():
-        yield other
-        yield from _subclasses(other)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgc.checks import number
+from edgc.checks import need, number
 from edgc.lazy import Tensor
-from edgc.strategies.base import Asked, Replica, StrategyExample, all_finite, dense_bytes, gradients_of
-from edgc.strategies.local_updates import LocalUpdates, LocalUpdatesConfig, Nesterov, copy_all
+from edgc.strategies.base import Asked, Replica, StrategyExample, all_finite, dense_bytes, gradients_of, restore
+from edgc.strategies.local_updates import LocalUpdates, LocalUpdatesConfig, Nesterov
 
 
 def _low_rank(shapes: Sequence[Sequence[int]], world: int) -> float:
@@ -79,6 +79,7 @@ class DiLoCo(LocalUpdates):
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         super().load_state(shared, own)
-        copy_all(self.outer.velocity, shared["velocity"])
+        restore(self.outer.velocity, shared, "shared", "velocity")
         if own is not None:
+            need(own, ("engine",), "own")
             self.engine.load_state_dict(own["engine"])

@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from edgc.checks import number
+from edgc.checks import number, require
 from edgc.compressors.base import seeded
 from edgc.lazy import Tensor, torch
 from edgc.strategies.base import Asked, Replica, StrategyConfig, StrategyExample, all_finite, as_matrix, dense_bytes
@@ -66,11 +66,15 @@ class DionConfig(StrategyConfig):
 
     def _check(self) -> None:
         number("fraction", self.fraction, 0, 1, open_low=True)
-        for key in ("momentum", "beta1", "beta2"):
-            number(key, getattr(self, key), 0, 1)
+        number("momentum", self.momentum, 0, 1)
+        number("beta1", self.beta1, 0, 1, open_high=True)
+        number("beta2", self.beta2, 0, 1, open_high=True)
         number("eps", self.eps, 0, open_low=True)
         self._whole("seed", 0)
-        object.__setattr__(self, "heads", tuple(self.heads))
+        heads = (self.heads,) if isinstance(self.heads, str) else self.heads
+        names = isinstance(heads, (list, tuple)) and all(isinstance(each, str) for each in heads)
+        require(names, "heads", self.heads, "use a list of names of modules")
+        object.__setattr__(self, "heads", tuple(heads))
 
     def build(self, replica: Replica) -> Dion:
         return Dion(self, replica)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from edgc.compressors.base import Steps
 from edgc.lazy import Tensor
-from edgc.strategies.base import Asked, Equality, Replica, Strategy, StrategyConfig, all_finite
+from edgc.strategies.base import Asked, Equality, Replica, Strategy, StrategyConfig, all_finite, restore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class LocalUpdates(Strategy):
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         super().load_state(shared, own)
-        copy_all(self.anchor, shared["anchor"])
+        restore(self.anchor, shared, "shared", "anchor")
 
 
 class Nesterov:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from edgc.checks import need
 from edgc.compressors.base import Channel, Steps, finite
 from edgc.compressors.dense import dense_steps
 from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
-from edgc.strategies.base import Replica, Strategy
+from edgc.strategies.base import Replica, Strategy, restore
 from edgc.strategies.chunks import wide
 
 Named = dict[str, Tensor]
@@ -60,11 +59,12 @@ class MomentumStrategy(Strategy):
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         super().load_state(shared, own)
-        _copy(shared, self.shared, "shared")
-        if own is not None:
-            _copy(own, self.own, "own")
-        else:
-            for tensors in self.own.values():
+        for kind, tensors in self.shared.items():
+            restore(tensors, shared, "shared", kind)
+        for kind, tensors in self.own.items():
+            if own is not None:
+                restore(tensors, own, "own", kind)
+            else:
                 for tensor in tensors.values():
                     tensor.zero_()
 
@@ -72,14 +72,6 @@ class MomentumStrategy(Strategy):
 def poison(message: Tensor, gradients: Mapping[str, Tensor]) -> None:
     """Make a message NaN unless this replica's gradients are finite, so that the step is void on all of them."""
     message.masked_fill_(~finite(gradients.values(), message.device), torch.nan)
-
-
-def _copy(source: Mapping[str, Any], target: dict[str, Named], where: str) -> None:
-    need(source, target, where)
-    for kind, tensors in target.items():
-        need(source[kind], tensors, f"{where}.{kind}")
-        for name, tensor in tensors.items():
-            tensor.copy_(source[kind][name])
 
 
 def _refuse_momentum(name: str, optimizer: torch.optim.Optimizer | None) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from edgc.checks import number
 from edgc.compressors.base import seeded
 from edgc.lazy import Tensor, torch
-from edgc.strategies.base import Asked, Replica, Strategy, StrategyExample, all_finite
+from edgc.strategies.base import Asked, Replica, Strategy, StrategyExample, all_finite, restore
 from edgc.strategies.local_updates import LocalUpdates, LocalUpdatesConfig, copy_all
 
 
@@ -103,11 +103,13 @@ class NoLoCo(LocalUpdates):
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         Strategy.load_state(self, shared, own)
-        copy_all(self.anchor, self.parameters if own is None else own["anchor"])
+        if own is not None:
+            restore(self.anchor, own, "own", "anchor")
+            restore(self.velocity, own, "own", "velocity")
+            return
+        copy_all(self.anchor, self.parameters)
         for velocity in self.velocity.values():
             velocity.zero_()
-        if own is not None:
-            copy_all(self.velocity, own["velocity"])
 
 
 def partner(rank: int, world: int, seed: int, turn: int) -> int:

@@ -59,8 +59,8 @@ class OneBitAdamConfig(StrategyConfig):
 
     def _check(self) -> None:
         self._whole("warmup_steps", 1, optional=True)
-        number("beta1", self.beta1, 0, 1)
-        number("beta2", self.beta2, 0, 1)
+        number("beta1", self.beta1, 0, 1, open_high=True)
+        number("beta2", self.beta2, 0, 1, open_high=True)
         number("eps", self.eps, 0, open_low=True)
 
     def build(self, replica: Replica) -> OneBitAdam:

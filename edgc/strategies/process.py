@@ -123,7 +123,8 @@ class ProcessStrategy:
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides model and optimizer, to go on exactly: save one per rank.
 
-        ``shared`` is the same on every replica.
+        ``shared`` is the same on every replica. Tensors are those in use, as in an optimizer's state: what is kept in
+        memory and not saved is to be copied.
         """
         shared, own = self.strategy.shared_state(), self.strategy.own_state()
         place = {"world": self.group.size(), "rank": self.group.rank()}
@@ -149,7 +150,9 @@ class ProcessStrategy:
 
 
 def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does not step all ``parameters``."""
+    """Refuse what is no optimizer, and one that does not step all ``parameters``."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer = {optimizer!r} is no optimizer", where=where, fix="give one of torch.optim's kind")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, p in parameters.items():
         if id(p) not in stepped:

@@ -62,8 +62,8 @@ class SharedMaskConfig(StrategyConfig):
     def _check(self) -> None:
         number("density", self.density, 0, 1, open_low=True)
         self._whole("every", 1)
-        number("beta1", self.beta1, 0, 1)
-        number("beta2", self.beta2, 0, 1)
+        number("beta1", self.beta1, 0, 1, open_high=True)
+        number("beta2", self.beta2, 0, 1, open_high=True)
         number("eps", self.eps, 0, open_low=True)
 
     def build(self, replica: Replica) -> SharedMask:
@@ -79,14 +79,16 @@ class SharedMask(MomentumStrategy):
         self.matrices = [name for name, p in self.parameters.items() if p.dim() > 1 and p.numel() >= least]
         self.rest = [name for name in self.parameters if name not in self.matrices]
         momenta = self.zeros(self.matrices)
-        flat = torch.cat([each.view(-1) for each in momenta.values()]) if momenta else torch.zeros(0, device="cpu")
+        # Where no matrix is large enough the vector is empty, on their device.
+        nothing = next(iter(self.parameters.values())).detach().new_zeros(0, dtype=torch.float32)
+        flat = torch.cat([nothing, *(each.view(-1) for each in momenta.values())])
         channel = replica.channel()
         self.part = 8 * math.ceil(len(flat) / (8 * channel.world))
         self.begin, self.end = (min(rank * self.part, len(flat)) for rank in (channel.rank, channel.rank + 1))
         self.own["errors"] = {"matrices": flat}
         self.shared["momentum"] = {"matrices": flat.clone(), **self.zeros(self.rest)}
         first = torch.zeros(channel.world * self.part, dtype=torch.bool, device=flat.device)
-        for begin in range(0, len(flat), self.part):
+        for begin in range(0, len(flat), self.part or 1):
             size = min(self.part, len(flat) - begin)
             chosen = self._chosen(size)
             first[begin + torch.arange(chosen, device=flat.device) * size // chosen] = True

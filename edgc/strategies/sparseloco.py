@@ -27,7 +27,7 @@ from typing import Any
 from edgc.checks import number, require
 from edgc.compressors.bits import pack_numbers, unpack_numbers
 from edgc.lazy import Tensor, torch
-from edgc.strategies.base import Asked, Replica, StrategyExample, all_finite
+from edgc.strategies.base import Asked, Replica, StrategyExample, all_finite, restore
 from edgc.strategies.chunks import Chunks, mean_of_senders, quantised, wide
 from edgc.strategies.local_updates import LocalUpdates, LocalUpdatesConfig
 
@@ -139,8 +139,11 @@ class SparseLoCo(LocalUpdates):
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         super().load_state(shared, own)
-        for name, error in self.errors.items():
-            error.zero_() if own is None else error.copy_(own["errors"][name])
+        if own is not None:
+            restore(self.errors, own, "own", "errors")
+            return
+        for error in self.errors.values():
+            error.zero_()
 
 
 def clipped(values: Tensor, places: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgc.checks import number, require
+from edgc.checks import need, number, require
 from edgc.compressors.base import Steps
 from edgc.lazy import Tensor
 from edgc.strategies.base import Replica, StrategyExample, all_finite, dense_bytes, gradients_of
@@ -143,6 +143,7 @@ class Streaming(DiLoCo):
         super().load_state(shared, None)
         self.measured, self._exchange = {}, None
         if own is not None:
+            need(own, ("engines", "measured"), "own")
             for engine, state in zip(self.engines, own["engines"], strict=True):
                 engine.load_state_dict(state)
             self.measured = {name: delta.to(self.anchor[name].device) for name, delta in own["measured"].items()}

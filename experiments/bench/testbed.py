@@ -127,13 +127,13 @@ def burst(megabits: float) -> int:
     return max(8192, int(megabits * 1e6 / 8 * 1e-3))
 
 
-def sent_bytes(interface: str = INTERFACE) -> int:
-    """Bytes that an interface of this process's namespace has sent, as the kernel counts them, headers included."""
+def sent_bytes() -> int:
+    """Bytes that the interface of this process's namespace has sent, as the kernel counts them, headers included."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, numbers = line.partition(":")
-        if name.strip() == interface:
+        if name.strip() == INTERFACE:
             return int(numbers.split()[8])
-    raise UserError(f"there is no interface {interface}", where="/proc/self/net/dev")
+    raise UserError(f"there is no interface {INTERFACE}", where="/proc/self/net/dev")
 
 
 def remove_left_over() -> None:

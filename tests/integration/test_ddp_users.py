@@ -230,6 +230,32 @@ def registered_again() -> None:
     assert sent[0] != sent[1] and all(sent)
 
 
+@case
+def failed() -> None:
+    """A handle ends after a backward that an exception has ended on every rank, and the model is registered anew."""
+    layers = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(4)])
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.003)
+    handle = edgc.ddp.register(model, EDGCConfig.from_dict(LOW), iterations=9)
+    model(torch.ones(2, 32)).square().mean().backward()
+
+    def fails(_: Tensor) -> None:
+        refused(handle.remove, "call it after backward")
+        raise ValueError("no gradient")
+
+    hook = layers[1].weight.register_hook(fails)
+    with pytest.raises(ValueError, match="no gradient"):
+        model(torch.ones(2, 32)).square().mean().backward()
+    hook.remove()
+    alive = len(dist.distributed_c10d._world.pg_names)
+    handle.remove()
+    assert not handle.active and len(dist.distributed_c10d._world.pg_names) == alive - 1
+    again = DistributedDataParallel(copy.deepcopy(layers))  # DDP itself does not go on after that
+    handle = edgc.ddp.register(again, EDGCConfig.from_dict(LOW), iterations=9)
+    again(torch.ones(2, 32)).square().mean().backward()
+    assert handle.last is not None
+    handle.remove()
+
+
 def warned(call: Callable[[], Any]) -> list[str]:
     """Warnings of the library in a call."""
     with warnings.catch_warnings(record=True) as caught:

@@ -134,6 +134,8 @@ def refusals() -> None:
     refused(lambda: register(net, low, **options), "handle.remove()")
     handle.remove()
     run = Run(mesh, POWERSGD, net=net)
+    handle.remove()  # once more: torch does not add up over replicas beside the new one
+    assert {type(unit.mesh).__name__ for unit in run.handle._units} == {"FSDPMeshInfo"}
     loss = loss_of(net, tokens(0))
     refused(lambda: register(net.blocks[0], low, **options), "Block", "register the root")
     inside: list[str] = []

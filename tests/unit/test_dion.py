@@ -13,6 +13,7 @@ from edgc.runtime.local import Room
 from edgc.strategies import Replica, StrategyConfig
 from edgc.strategies.base import finished
 from tests.strategy_cases import batch, distance, gradients, rehearsal, sgd, start, train, weights
+from tests.workers import refused
 
 LR, MU, B1, B2, EPS = 0.02, 0.95, 0.9, 0.95, 1e-8
 
@@ -78,6 +79,12 @@ def test_a_momentum_that_is_zero_on_one_replica_gives_no_other_step_there() -> N
     one, other = directions(gradient, 0 * gradient)
     assert torch.equal(one, other) and one.abs().max() > 0.01
     assert not torch.stack(directions(0 * gradient, 0 * gradient)).any()  # nobody has one: nothing moves, not even NaN
+
+
+def test_settings_that_are_not_valid() -> None:
+    assert StrategyConfig.from_dict({"name": "dion", "heads": "lm_head"}).heads == ("lm_head",)
+    for key, value in (("heads", 3), ("beta1", 1), ("beta2", 1.0), ("eps", 10**400)):
+        refused(lambda key=key, value=value: StrategyConfig.from_dict({"name": "dion", key: value}), f"{key} = ")
 
 
 def test_a_void_step_is_none_of_adams() -> None:

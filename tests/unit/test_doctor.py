@@ -135,6 +135,11 @@ def test_half_a_job_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("MASTER_PORT", "1")
     assert doctor.main([]) == 2
     assert "nobody to send to" in capsys.readouterr().err
+    for key in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        with monkeypatch.context() as changed:
+            changed.setenv(key, "two")
+            assert doctor.main([]) == 2
+        assert f"{key} = 'two'" in capsys.readouterr().err
 
 
 TINY = ["--shapes", "96x64", "64x128", "--rank", "4", "8", "60", "--repeats", "2"]

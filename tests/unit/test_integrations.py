@@ -108,8 +108,25 @@ def saved(folder: str) -> tuple[list[dict[str, float]], torch.Tensor]:
     if dist.get_rank() == 1:
         (Path(folder) / "half" / "edgc-1-of-2.pt").unlink()
     owed = handle.engine.compressor.state_dict()["errors"]["weight"].clone()
+    killed_while_saving(model, handle, Path(folder))
     dist.all_reduce(owed)
     return [before, metrics(handle)], owed / 2
+
+
+def killed_while_saving(model: Any, handle: Handle, folder: Path) -> None:
+    """A file that cannot be written, one that is cut short, or of an older step: all ranks say so, and none waits."""
+    for name in ("old", "cut"):
+        save(handle, folder / name)
+    refused(lambda: save(handle, Path("/dev/null/x") if dist.get_rank() else folder / "full"), "cannot be written")
+    step(model)
+    if dist.get_rank() == 1:
+        file = folder / "cut" / "edgc-1-of-2.pt"
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        torch.save(handle.state_dict(), folder / "old" / "edgc-0-of-2.pt")
+    dist.barrier()
+    refused(lambda: load(handle, folder / "cut"), "edgc-1-of-2.pt cannot be read")
+    refused(lambda: load(handle, folder / "old"), "iterations", "older checkpoint")
 
 
 def loaded(folder: str) -> dict[str, Any]:

@@ -200,6 +200,11 @@ def test_report_says_what_was_measured() -> None:
     text = str(report)
     assert all(words in text for words in ("2 replicas, 5 steps, 0 skipped", "all-reduce: ", "rank 4", "gradients:"))
     assert train(rehearsal(DILOCO), 1).report().gap > 0
+    resumed = rehearsal(EVERY, measured)
+    resumed.load_state_dict(train(rehearsal(EVERY, measured), 4).state_dict())
+    again = resumed.report()
+    assert math.isfinite(again.entropy) and 0 < again.mean_error < 1
+    assert train(resumed, 1).report().bytes == report.bytes
 
 
 def test_mistakes_are_answered_in_a_line() -> None:
@@ -211,6 +216,16 @@ def test_mistakes_are_answered_in_a_line() -> None:
     refused(lambda: plain(model, replicas=1), "replicas = 1")
     refused(lambda: plain(model, optimizer=sgd(other)), "4 tensors", "model.parameters()")
     refused(lambda: plain(nn.Tanh(), optimizer=sgd(other)), "no parameter to train")
+    refused(lambda: plain(model, optimizer="sgd"), "'sgd' is no optimizer")
+    for clip in (-1.0, math.nan, "one"):
+        refused(lambda clip=clip: plain(model, clip=clip), f"clip = {clip!r}")
+    names = list(dict(model.named_parameters()))
+    for buckets, words in (
+        ([names[1:]], f"{names[0]} 0 times"),
+        ([names, names[:1]], "2 times"),
+        ([["x"]], "x, which"),
+    ):
+        refused(lambda buckets=buckets: plain(model, buckets=buckets), words)
     split = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     refused(lambda: plain(split), "lies on cpu, meta")
     for settings in ({"method": "edgc"}, {**LOW, "cost_gate": True}):
@@ -280,6 +295,7 @@ def test_built_in_model_with_everything(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 OWN = """
+import typing
 import torch
 
 def make():
@@ -293,6 +309,20 @@ def loss(model, x):
 def wrong():
     return 3
 
+def none():
+    return (*make()[:2], None)
+
+def swapped():
+    model, optimizer, batches, loss = make()
+    return model, batches, optimizer, loss
+
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+
+def named():
+    model, optimizer, batches, _ = make()
+    return model, optimizer, [Pair(x) for x in batches], lambda model, pair: loss(model, pair.x)
+
 def short():
     model, optimizer, batches, loss = make()
     return model, optimizer, iter(batches), loss
@@ -304,8 +334,18 @@ def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(OWN, encoding="utf-8")
     few = ["--replicas", "2", "--steps", "2"]
     assert program.main([f"{file}:make", *few, "--micro-batches", "2"]) == 0
+    assert program.main([f"{file}:named", *few]) == 0
     assert "2 replicas, 2 steps" in capsys.readouterr().out
+    text, other = tmp_path / "mine.txt", tmp_path / "other.csv"
+    text.write_text(OWN, encoding="utf-8")
+    other.write_text("a,b\n", encoding="utf-8")
     for arguments, words in (
+        ([f"{text}:make"], "no Python file"),
+        ([f"{file}:none", *few], "batches that are None"),
+        ([f"{file}:swapped", *few], "batches that are SGD"),
+        ([f"{file}:make", *few, "--table", str(other)], "other columns"),
+        ([f"{file}:make", *few, "--table", str(tmp_path / "none" / "x.csv")], "--table cannot be written"),
+        (["--set", "entropy=1", "entropy.seed=2"], "--set entropy.seed=2 follows"),
         ([f"{file}:nothing"], "no function nothing"),
         ([str(file)], "give FILE.py:FUNCTION"),
         ([f"{file}:wrong"], "wrong returned int"),
@@ -320,6 +360,7 @@ def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         *progress, error = capsys.readouterr().err.splitlines()
         assert all(line.startswith("step ") for line in progress)
         assert error.startswith("error: ") and words in error, error
+    assert other.read_text(encoding="utf-8") == "a,b\n"
 
 
 def test_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,12 @@ def test_a_shared_mask_is_its_algorithm(world: int, every: int) -> None:
     assert distance(weights(trained), reference(world, 20, every)) < 1e-10
 
 
+def test_matrices_that_are_all_small_are_averaged_in_full() -> None:
+    settings = {"name": "shared_mask"}
+    few = train(rehearsal(settings, {"min_compression_elements": 10_000}), 3)
+    assert few.bytes == 3 * few.dense_bytes and all(bool(each.isfinite().all()) for each in weights(few).values())
+
+
 def test_no_entry_waits_for_ever() -> None:
     trained = rehearsal({"name": "shared_mask"}, make=partial(sgd, lr=1e-2))
     before = weights(trained)

@@ -10,24 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from edgc.errors import UserError
 from edgc.rehearsal import Rehearsal
 from edgc.strategies import StrategyConfig
 from tests.strategy_cases import (
+    COLUMNS,
     EXAMPLES,
+    ROWS,
     SHAPES,
     Odd,
     adamw,
     batch,
     distance,
     made,
+    network,
     optimizer_of,
     rehearsal,
     train,
     weights,
 )
-from tests.workers import same
+from tests.workers import refused, said, same
 
 each = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -92,6 +96,28 @@ def test_a_run_goes_on_with_another_number_of_replicas(name: str) -> None:
     train(wider, settings.period)
     gaps = [distance(other, weights(wider)) for other in replicas(wider)]
     assert settings.equal == "never" or max(gaps) == 0
+
+
+def test_more_replicas_than_were_saved_have_moments_of_their_own() -> None:
+    local = {"name": "diloco", "every": 3}
+    wider = rehearsal(local, world=4, make=adamw)
+    wider.load_state_dict(train(rehearsal(local, make=adamw), 4).state_dict())
+    train(wider, 1)
+    moments = [state for optimizer in wider.optimizers for state in optimizer.state.values()]
+    assert {float(state["step"]) for state in moments} == {5}
+    assert len({state["exp_avg"].data_ptr() for state in moments}) == len(moments)
+
+
+@each
+@pytest.mark.parametrize("other", [[nn.Linear(ROWS, 3), nn.Linear(3, 3)], [*network(), nn.Linear(COLUMNS, COLUMNS)]])
+def test_a_state_of_another_model_is_refused_in_a_line(name: str, other: list[nn.Module]) -> None:
+    trained, _ = made(name)
+    shared, own = (getattr(trained.strategies[0], f"{whose}_state")() for whose in ("shared", "own"))
+    loading, _ = made(name, model=nn.Sequential(*copy.deepcopy(other)))
+    holds = len(shared) + len(own) > 1  # more than the number of steps
+    message = said(lambda: loading.strategies[0].load_state(shared, own))
+    assert ("the saved state" in message) == holds, message
+    refused(lambda: trained.load_state_dict({}), "no state.taken")
 
 
 def test_averaged_gradients_owe_the_same_among_another_number_of_replicas() -> None:
