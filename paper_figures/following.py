@@ -20,11 +20,12 @@ TABLES = {
 }
 CAPTION = {
     "hero": """\
-**Is it worth following the entropy?** EDGC against no compression and against rivals that send as many bytes, in the
-study ``policies``: validation loss of EDGC minus that of the rival of the same seed. Left of zero EDGC is better. A
-difference of 0.01 nats is about 1 % of perplexity. Points are means over seeds, bars 95 % t intervals; an open point
-says that the interval holds zero. Differences in the shaded band are so small that they count as none. What the fixed
-rank itself costs is what there was to win. Factors of fewer bits are shown where there are at least five seeds.""",
+**Is it worth following the entropy?** EDGC against two rivals that send as many bytes and follow nothing, in every
+setting of the study ``policies``: validation loss of EDGC minus that of the rival of the same seed. Left of zero EDGC
+is better. A difference of 0.01 nats is about 1 % of perplexity. Points are means over seeds, bars 95 % t intervals;
+an open point says that the interval holds zero. Differences in the shaded band are so small that they count as none.
+What the rival costs against no compression is what there was to win. Factors of fewer bits are shown where there are
+five seeds.""",
     "policies": """\
 **Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed begin alike, without
 compression. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
@@ -34,25 +35,20 @@ narrower than the bars, lies in the shaded band; "cannot tell" where the rival c
 no compression, so that nothing was to be won. *Placebos*: the mean of reversed and shuffled. A row that
 says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``.""",
     "policies_settings": """\
-**The same question in every setting.** A panel a rival and a row a setting that has runs. Validation loss of EDGC less
-that of the rival, paired by seed (nats; left of zero EDGC is better); bars are 95 % t intervals, small dots seeds; an
-open marker says that the bar holds zero. Two replicas of a GPT with one stage, unless the row says otherwise; *ranks 8
-to 44* is the range that decides, *8 to 32* the one that was chosen first, *16 to 64* the paper's own, by its share of
-bytes. *Placebos*: the mean of EDGC's own ranks reversed and shuffled; *falling*: the same ranks sorted. Within the
-margin: the 90 % interval, narrower than the bars, lies in the shaded band. Cannot tell: the rival costs less than twice
-the margin against no compression. Rows of int8 factors are shown where there are at least five seeds. Last: the
-difference from the fixed rank over what that rank costs, a point a seed.""",
+**The same question in every setting.** A panel a rival and a row a setting that has runs. Validation loss of EDGC
+less that of the rival, paired by seed (nats; left of zero EDGC is better); bars are 95 % t intervals, small dots
+seeds; an open marker says that the bar holds zero. Two replicas of a GPT with one stage, unless the row says
+otherwise; *ranks 8 to 44* is the range that decides, *8 to 32* the one that was chosen first, *16 to 64* the paper's
+own, by its share of bytes. *Reversed*, *falling*: EDGC's own ranks in reverse order, or sorted; *chosen*: a line down
+at its bytes. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band. Cannot tell: the
+rival costs less than twice the margin against no compression. Rows of int8 factors are shown where there are at least
+five seeds. Last: the difference from the fixed rank over what that rank costs, a point a seed.""",
 }
-RIVALS = {
-    "no compression": "no compression (sends all bytes)",
-    "fixed rank": "one fixed rank of the same bytes",
-    "falling": "the same ranks sorted to only fall",
-    "shuffled": "the same ranks in random order",
-    "reversed": "the same ranks in reverse order",
-}
+RIVALS = {"fixed rank": "one fixed rank", "falling": "its own ranks, sorted to fall"}
 WIDE = 2.2  # columns, of a figure for a web page
-MOST, SEEDS = 9, 5  # rows; seeds that a row of quantised factors needs
+SEEDS = 5  # that a row of quantised factors needs
 SAME = "one fixed rank of the same bytes"
+COSTS = "Costs: nats of the rival against no compression, which is what there was to win."
 # page: its colour, that of text, that of the band of no difference
 PAGES = {"light": ("#FFFFFF", "#222222", "#E3E3E3"), "dark": ("#0D1117", "#E6E6E6", "#2B323B")}
 # rival: variant, colour, line, marker
@@ -61,6 +57,7 @@ ORDERS = {
     "reversed": ("reversed", "#CC79A7", "--", "<"),
     "shuffled": ("shuffled_1", "#999933", ":", ">"),
     "falling": ("falling", "#117733", "-.", "v"),
+    "chosen": ("line", "#332288", "--", "D"),
 }
 MARKS = {rival: (colour, marker) for rival, (_, colour, _, marker) in ORDERS.items()} | {
     "placebos": ("#882255", "P"),
@@ -76,15 +73,22 @@ SETTINGS = {
     "bert_": "BERT",
     "eight_": "eight replicas",
 }
-MAIN_RIVALS = ("no compression", "fixed rank", "placebos", "falling")
+PLAIN = "no compression"
+MAIN_RIVALS = (PLAIN, "fixed rank", "reversed", "falling", "chosen")
 
 
 def hero(results: Path, page: str = "light") -> Figure:
-    """EDGC's validation loss minus each rival's, a row a rival, as wide as a web page; ``page``: light or dark."""
-    rows = select(inputs.first_setting(inputs.read(results, "policies", "comparisons.csv")), list(RIVALS)).head(MOST)
+    """EDGC's validation loss minus each rival's, a row a rival and setting, as wide as a web page; ``page``: light or
+    dark."""
+    settings = by_setting(inputs.read(results, "policies", "comparisons.csv")).groupby("setting", sort=False)
+    rows = pd.concat([select(each, list(RIVALS)) for _, each in settings]).sort_values("order", kind="stable")
     fig, (ax,) = style.figure(height=1.25 + 0.2 * len(rows))
     fig.set_size_inches(WIDE * style.COLUMN, fig.get_figheight())
-    forest(ax, rows, [RIVALS[rival] for rival in rows["rival"]], colour=style.FAMILIES["edgc"].colour)
+    names = [
+        f"{RIVALS[row.rival]} (costs {row.rival_gap_nats:.3f}), {SETTINGS[row.setting]}"
+        for row in rows.itertuples(index=False)
+    ]
+    forest(ax, rows, names, colour=style.FAMILIES["edgc"].colour)
     ax.set_xlabel("validation loss: EDGC minus the other (nats; 0.01 nats are about 1 % of perplexity)")
     ax.set_ylabel("EDGC against")
     for words, offset, align in (("← EDGC better", -4, "right"), ("EDGC worse →", 4, "left")):
@@ -92,8 +96,8 @@ def hero(results: Path, page: str = "light") -> Figure:
                     ha=align, va="bottom", fontsize=style.FONT, fontweight="bold")  # fmt: skip
     fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
     shaded = "Shaded: counts as no difference. Open: the bar holds zero."
-    note = texts.count_note(rows["n"], shaded, room(rows), bars="bars: 95 % t interval", scale=results.name)
-    texts.finish(fig, [], answer(rows), note)
+    note = texts.count_note(rows["n"], shaded, COSTS, bars="bars: 95 % t interval", scale=results.name)
+    texts.finish(fig, [], times_won(rows), note)
     recolour(fig, ax, *PAGES[page])
     return fig
 
@@ -127,7 +131,9 @@ def select(comparisons: pd.DataFrame, rivals: list[str], bits: str = "[0-9]+") -
     """EDGC's comparisons in the order of ``rivals``; those of quantised factors where they have seeds enough."""
     fp32 = comparisons["factor_dtype"] == "fp32"
     known = comparisons["variant"].str.fullmatch(f"cqm|cqm_int{bits}") & comparisons["rival"].isin(rivals)
-    rows = comparisons.assign(quantised=~fp32, order=pd.Categorical(comparisons["rival"], rivals))
+    rows = comparisons.assign(
+        quantised=~fp32, order=comparisons["rival"].map({rival: place for place, rival in enumerate(rivals)})
+    )
     return rows[known & (fp32 | (comparisons["n"] >= SEEDS))].sort_values(["quantised", "order"], kind="stable")
 
 
@@ -153,16 +159,6 @@ def answer(rows: pd.DataFrame) -> str:
     if max(-row["difference_low"], row["difference_high"]) < row["margin_nats"]:
         return f"Ranks that follow entropy do as well as {SAME}"
     return f"Not decided: do ranks that follow entropy beat {SAME}?"
-
-
-def room(rows: pd.DataFrame) -> str:
-    """Cost of the fixed rank against no compression, in words; empty where that is not known."""
-    row = against_fixed_rank(rows)
-    if row is None or pd.isna(gap := row.get("rival_gap_nats")):
-        return ""
-    few = gap < 2 * rows["margin_nats"].max()
-    told = ", less than twice the margin: which of the two is better cannot be told" if few else ""
-    return f"To win: the fixed rank costs {gap:+.4f} nats against no compression{told}."
 
 
 def forest(
@@ -236,12 +232,14 @@ def policies_settings(results: Path) -> Figure:
         rows = every[every["rival"] == rival]
         forest(ax, rows, [SETTINGS[setting] for setting in rows["setting"]], pairs)
         ax.set(title=f"EDGC less {rival}")
+    alike = [ax for ax, rival in zip(axes, counts, strict=True) if rival != PLAIN]  # of as many bytes
+    far = max((ax.get_xlim()[1] for ax in alike), default=0)
+    for ax in alike:
+        ax.sharex(alike[0])
         ax.tick_params(labelbottom=ax is axes[-1])
-    far = max(ax.get_xlim()[1] for ax in axes)
-    for ax in axes:
-        ax.sharex(axes[0])
-    axes[0].set_xlim(-far, far)
-    axes[-1].set_xlabel("validation loss of EDGC less that of the rival (nats)")
+        ax.set_xlim(-far, far)
+    for ax in {axes[0], axes[-1]}:
+        ax.set_xlabel("validation loss of EDGC less that of the rival (nats)")
     by_room(last, pairs, every["margin_nats"].max())
     note = texts.count_note(every["n"], bars="bars: 95 % t interval, dots: seeds", scale=results.name)
     return texts.finish(fig, [*axes, last], times_won(every), note)
@@ -258,7 +256,7 @@ def by_room(ax: Axes, pairs: pd.DataFrame, margin: float) -> None:
                 markersize=4, linestyle="", label=SETTINGS[str(setting)])  # fmt: skip
     ax.set(title="what there was to win, seed by seed", ylabel="EDGC less\nfixed rank (nats)")
     ax.set_xlabel("the fixed rank less no compression (nats)")
-    ax.legend(loc="best")
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def by_setting(table: pd.DataFrame) -> pd.DataFrame:
@@ -272,4 +270,6 @@ def times_won(rows: pd.DataFrame) -> str:
     against = rows[(rows["rival"] == "fixed rank") & (rows["factor_dtype"] == "fp32")]["difference_high"].dropna()
     if against.empty:
         return "EDGC against other ways to send as many bytes"
-    return f"EDGC beats {SAME} in {(against < 0).sum()} of {len(against)} settings"
+    return (
+        f"EDGC beats {SAME} in {(against < 0).sum()} of {len(against)} settings" if len(against) > 1 else answer(rows)
+    )

@@ -70,15 +70,15 @@ def equivalence_p(centre: float, error: float, margin: float, freedom: float) ->
     return float(stats.t.sf((margin - abs(centre)) / error, freedom))
 
 
-def interval(values: Iterable[float]) -> dict[str, float]:
-    """n, mean, sd, min, max and the 95 % t interval of the mean, over the finite values."""
+def interval(values: Iterable[float], confidence: float = 0.95) -> dict[str, float]:
+    """n, mean, sd, min, max and the t interval of the mean, over the finite values."""
     from scipy import stats
 
     x = np.array([v for v in values if math.isfinite(v)], dtype=float)
     if x.size == 0:
         return {"n": 0} | dict.fromkeys((*SPREAD, *LIMITS), math.nan)
     sd = float(x.std(ddof=1)) if x.size > 1 else math.nan
-    half = float(stats.t.ppf(0.975, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
+    half = float(stats.t.ppf((1 + confidence) / 2, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
     mean, least, most = float(x.mean()), float(x.min()), float(x.max())
     values = (mean, sd, least, most, mean - half, mean + half)
     return {"n": int(x.size)} | dict(zip((*SPREAD, *LIMITS), values, strict=True))

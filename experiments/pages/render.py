@@ -7,7 +7,7 @@ In a template, ``{{ }}`` holds any expression over pandas' frames, and these fun
   table below ``results/reference``;
 * ``say(frame, "{difference_nats:+.4f}", rival="fixed rank")``: columns of the only row that fits, as text;
 * ``table(frame, {"EDGC against": "{rival}", ...})``: a table in Markdown, titles with the format of their cells;
-* ``interval(values)``: ``low`` and ``high`` of the 95 % t interval of their mean;
+* ``interval(values, confidence=0.95)``: ``low`` and ``high`` of the t interval of their mean;
 * ``smallest_seen(sd, n)``: the difference that n seeds see four times of five (:mod:`experiments.common.equivalence`);
 * ``price_of_moving(costs)``: of ranks as text, by what fixed ranks cost (:mod:`experiments.analyse.ranges`);
 * ``compare``: such a table of the paper's rows and ours, with the sources of ours;
@@ -207,7 +207,7 @@ def environment(page: Path) -> jinja2.Environment:
         "chosen": chosen,
         "say": say,
         "table": table,
-        "interval": lambda values: interval(list(values)),
+        "interval": lambda values, confidence=0.95: interval(list(values), confidence),
         "smallest_seen": smallest_seen,
         "price_of_moving": price_of_moving,
         "compare": functools.partial(compare, page),
