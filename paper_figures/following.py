@@ -80,8 +80,8 @@ MAIN_RIVALS = (PLAIN, "fixed rank", "reversed", "falling", "chosen")
 def hero(results: Path, page: str = "light") -> Figure:
     """EDGC's validation loss minus each rival's, a row a rival and setting, as wide as a web page; ``page``: light or
     dark."""
-    settings = by_setting(inputs.read(results, "policies", "comparisons.csv")).groupby("setting", sort=False)
-    rows = pd.concat([select(each, list(RIVALS)) for _, each in settings]).sort_values("order", kind="stable")
+    rows = every_setting(by_setting(inputs.read(results, "policies", "comparisons.csv")), list(RIVALS))
+    rows = rows.sort_values("order", kind="stable")
     fig, (ax,) = style.figure(height=1.25 + 0.2 * len(rows))
     fig.set_size_inches(WIDE * style.COLUMN, fig.get_figheight())
     names = [
@@ -135,6 +135,11 @@ def select(comparisons: pd.DataFrame, rivals: list[str], bits: str = "[0-9]+") -
         quantised=~fp32, order=comparisons["rival"].map({rival: place for place, rival in enumerate(rivals)})
     )
     return rows[known & (fp32 | (comparisons["n"] >= SEEDS))].sort_values(["quantised", "order"], kind="stable")
+
+
+def every_setting(comparisons: pd.DataFrame, rivals: list[str], bits: str = "[0-9]+") -> pd.DataFrame:
+    """Those of every setting (:func:`by_setting`), one after another."""
+    return pd.concat([select(rows, rivals, bits) for _, rows in comparisons.groupby("setting", sort=False)])
 
 
 def against_fixed_rank(rows: pd.DataFrame) -> pd.Series | None:
@@ -223,8 +228,7 @@ def courses(ax: Axes, curves: pd.DataFrame) -> None:
 def policies_settings(results: Path) -> Figure:
     """A panel a rival and a row a setting: differences, with the number of seeds."""
     comparisons, pairs = map(by_setting, inputs.tables(results, TABLES["policies_settings"]))
-    groups = [select(rows, list(MAIN_RIVALS), "8") for _, rows in comparisons.groupby("setting", sort=False)]
-    every = pd.concat(groups)
+    every = every_setting(comparisons, list(MAIN_RIVALS), "8")
     counts = {rival: n for rival in MAIN_RIVALS if (n := int((every["rival"] == rival).sum()))}
     height = min(4.1 + sum(0.42 + 0.19 * n for n in counts.values()), style.TALLEST)
     fig, (*axes, last) = style.figure(len(counts) + 1, 1, height=height, height_ratios=[*counts.values(), 5])

@@ -108,11 +108,16 @@ def write(folder: Path, state: Mapping[str, Any], about: Callable[[], Mapping[st
 
 def save(path: Path, state: Mapping[str, Any]) -> Entry:
     """Write ``state`` to ``path`` and to the disk; its size and checksum."""
+    dump(path, state)
+    return manifest.entry(path)
+
+
+def dump(path: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state`` to ``path`` and to the disk; a full disk is an ``OSError``."""
     with path.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    return manifest.entry(path)
 
 
 def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def save(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
 
     def write() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        rank_files.save(part := file.with_suffix(".part"), handle.state_dict())
+        rank_files.dump(part := file.with_suffix(".part"), handle.state_dict())
         part.replace(file)
 
     rank_files.together(write)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
+from edgc.strategies.process import refuse_no_optimizer
 
 WHERE = "edgc.rehearsal"
 
@@ -23,8 +24,7 @@ def checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
     """
     if isinstance(model, DistributedDataParallel):
         raise UserError("the model is DistributedDataParallel already", where=WHERE, fix="give what it was made of")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"optimizer = {optimizer!r} is no optimizer", where=WHERE, fix="give one of torch.optim's kind")
+    refuse_no_optimizer(WHERE, optimizer)
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise UserError("the model has no parameter to train", where=WHERE, fix="let some require gradients")

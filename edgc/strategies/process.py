@@ -149,10 +149,15 @@ class ProcessStrategy:
             self._hooks.pop().remove()
 
 
-def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what is no optimizer, and one that does not step all ``parameters``."""
+def refuse_no_optimizer(where: str, optimizer: object) -> None:
+    """Refuse what is no optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"optimizer = {optimizer!r} is no optimizer", where=where, fix="give one of torch.optim's kind")
+
+
+def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what is no optimizer, and one that does not step all ``parameters``."""
+    refuse_no_optimizer(where, optimizer)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, p in parameters.items():
         if id(p) not in stepped:
