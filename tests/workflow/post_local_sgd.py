@@ -12,7 +12,7 @@ from typing import Any
 
 from edgc.compressors.base import Steps
 from edgc.lazy import Tensor
-from edgc.strategies.base import Asked, Replica, Strategy, StrategyConfig, StrategyExample, all_finite, dense_bytes
+from edgc.strategies.base import Asked, Replica, Strategy, StrategyConfig, StrategyExample, all_finite, dense_bytes, restore
 from edgc.strategies.local_updates import copy_all
 
 
@@ -82,4 +82,4 @@ class PostLocalSGD(Strategy):
 
     def load_state(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         super().load_state(shared, own)
-        copy_all(self.start, shared["start"])
+        restore(self.start, shared, "shared", "start")
