@@ -20,31 +20,30 @@ TABLES = {
 }
 CAPTION = {
     "hero": """\
-**Is it worth following the entropy?** EDGC against two rivals that send as many bytes and follow nothing, in every
+**Is it worth following the entropy?** EDGC against rivals of the same bytes whose ranks follow nothing, in every
 setting of the study ``policies``: validation loss of EDGC minus that of the rival of the same seed. Left of zero EDGC
 is better. A difference of 0.01 nats is about 1 % of perplexity. Points are means over seeds, bars 95 % t intervals;
-an open point says that the interval holds zero. Differences in the shaded band are so small that they count as none.
-What the rival costs against no compression is what there was to win. Factors of fewer bits are shown where there are
-five seeds.""",
+an open point says that the interval holds zero. Differences in the shaded band are too small to matter. What the rival
+costs against no compression is what there was to win. Factors of fewer bits are shown where there are five seeds.""",
     "policies": """\
 **Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed begin alike, without
 compression. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
-shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
+shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC minus that of each rival,
 paired by seed (nats; left of zero EDGC is better; open: the bar holds zero); within the margin where the 90 % interval,
 narrower than the bars, lies in the shaded band; "cannot tell" where the rival costs less than twice the margin against
 no compression, so that nothing was to be won. *Placebos*: the mean of reversed and shuffled. A row that
 says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``.""",
     "policies_settings": """\
 **The same question in every setting.** A panel a rival and a row a setting that has runs. Validation loss of EDGC
-less that of the rival, paired by seed (nats; left of zero EDGC is better); bars are 95 % t intervals, small dots
+minus that of the rival, paired by seed (nats; left of zero EDGC is better); bars are 95 % t intervals, small dots
 seeds; an open marker says that the bar holds zero. Two replicas of a GPT with one stage, unless the row says
 otherwise; *ranks 8 to 44* is the range that decides, *8 to 32* the one that was chosen first, *16 to 64* the paper's
-own, by its share of bytes. *Reversed*, *falling*: EDGC's own ranks in reverse order, or sorted; *chosen*: a line down
-at its bytes. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band. Cannot tell: the
+own, by its share of bytes. *Reversed*, *falling*: EDGC's own ranks in reverse order, or sorted; *line*: straight down,
+from 4/3 to 2/3 of its mean rank. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band. Cannot tell: the
 rival costs less than twice the margin against no compression. Rows of int8 factors are shown where there are at least
 five seeds. Last: the difference from the fixed rank over what that rank costs, a point a seed.""",
 }
-RIVALS = {"fixed rank": "one fixed rank", "falling": "its own ranks, sorted to fall"}
+RIVALS = {"fixed rank": "one fixed rank", "falling": "its own ranks, sorted to fall", "line": "a straight line down"}
 WIDE = 2.2  # columns, of a figure for a web page
 SEEDS = 5  # that a row of quantised factors needs
 SAME = "one fixed rank of the same bytes"
@@ -57,7 +56,7 @@ ORDERS = {
     "reversed": ("reversed", "#CC79A7", "--", "<"),
     "shuffled": ("shuffled_1", "#999933", ":", ">"),
     "falling": ("falling", "#117733", "-.", "v"),
-    "chosen": ("line", "#332288", "--", "D"),
+    "line": ("line", "#332288", "--", "D"),
 }
 MARKS = {rival: (colour, marker) for rival, (_, colour, _, marker) in ORDERS.items()} | {
     "placebos": ("#882255", "P"),
@@ -74,7 +73,7 @@ SETTINGS = {
     "eight_": "eight replicas",
 }
 PLAIN = "no compression"
-MAIN_RIVALS = (PLAIN, "fixed rank", "reversed", "falling", "chosen")
+MAIN_RIVALS = (PLAIN, "fixed rank", "reversed", "falling", "line")
 
 
 def hero(results: Path, page: str = "light") -> Figure:
@@ -95,7 +94,7 @@ def hero(results: Path, page: str = "light") -> Figure:
         ax.annotate(words, (0, 1.0), (offset, 2), ("data", "axes fraction"), "offset points",
                     ha=align, va="bottom", fontsize=style.FONT, fontweight="bold")  # fmt: skip
     fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
-    shaded = "Shaded: counts as no difference. Open: the bar holds zero."
+    shaded = "Shaded: too little to matter. Open: the bar holds zero."
     note = texts.count_note(rows["n"], shaded, COSTS, bars="bars: 95 % t interval", scale=results.name)
     texts.finish(fig, [], times_won(rows), note)
     recolour(fig, ax, *PAGES[page])
@@ -156,7 +155,7 @@ def answer(rows: pd.DataFrame) -> str:
     if row["verdict"] == NOT_TESTED:
         return "Not tested: EDGC's ranks hardly moved"
     if row["difference_low"] > 0:
-        return f"Ranks that follow entropy do no better than {SAME}"
+        return f"Ranks that follow entropy do worse than {SAME}"
     if row["verdict"] == CANNOT_TELL:
         return f"Cannot tell: {SAME} leaves too little to win"
     if row["difference_high"] < 0:
@@ -205,8 +204,8 @@ def policies(results: Path) -> Figure:
     rows = comparisons[(comparisons["policy"] == "cqm") & comparisons["variant"].isin(["cqm", "cqm_int8"])]
     rows = rows[~rows["rival"].isin(["no compression", "fp32 factors"])]
     forest(axes[1], rows.assign(setting=""), list(rows["rival"]), pairs.assign(setting=""))
-    axes[1].set(title="EDGC less its rival", ylabel="rival")
-    axes[1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
+    axes[1].set(title="EDGC minus its rival", ylabel="rival")
+    axes[1].set_xlabel("validation loss of EDGC\nminus that of the rival (nats)")
     note = texts.count_note(rows["n"], bars="(b) bars: 95 % t interval of the mean, dots: seeds", scale=results.name)
     title = answer(select(comparisons, list(RIVALS)))
     return texts.finish(fig, axes, title, note, style.handles(axes[0]), ncols=3)
@@ -235,7 +234,7 @@ def policies_settings(results: Path) -> Figure:
     for ax, rival in zip(axes, counts, strict=True):
         rows = every[every["rival"] == rival]
         forest(ax, rows, [SETTINGS[setting] for setting in rows["setting"]], pairs)
-        ax.set(title=f"EDGC less {rival}")
+        ax.set(title=f"EDGC minus {rival}")
     alike = [ax for ax, rival in zip(axes, counts, strict=True) if rival != PLAIN]  # of as many bytes
     far = max((ax.get_xlim()[1] for ax in alike), default=0)
     for ax in alike:
@@ -243,14 +242,14 @@ def policies_settings(results: Path) -> Figure:
         ax.tick_params(labelbottom=ax is axes[-1])
         ax.set_xlim(-far, far)
     for ax in {axes[0], axes[-1]}:
-        ax.set_xlabel("validation loss of EDGC less that of the rival (nats)")
+        ax.set_xlabel("validation loss of EDGC minus that of the rival (nats)")
     by_room(last, pairs, every["margin_nats"].max())
     note = texts.count_note(every["n"], bars="bars: 95 % t interval, dots: seeds", scale=results.name)
     return texts.finish(fig, [*axes, last], times_won(every), note)
 
 
 def by_room(ax: Axes, pairs: pd.DataFrame, margin: float) -> None:
-    """EDGC less the fixed rank of its bytes over what that rank costs, a point a seed, a marker a setting."""
+    """EDGC minus the fixed rank of its bytes over what that rank costs, a point a seed, a marker a setting."""
     rows = pairs[(pairs["rival"] == "fixed rank") & (pairs["variant"] == "cqm")]
     ax.axhspan(-margin, margin, color="#DDDDDD", zorder=0, linewidth=0)
     ax.axhline(0, color="#444444", linewidth=0.7)
@@ -258,8 +257,8 @@ def by_room(ax: Axes, pairs: pd.DataFrame, margin: float) -> None:
     for place, (setting, group) in enumerate(rows.groupby("setting", sort=False)):
         ax.plot(group["rival_gap_nats"], group["difference_nats"], style.MARKERS[place], color=colours[place],
                 markersize=4, linestyle="", label=SETTINGS[str(setting)])  # fmt: skip
-    ax.set(title="what there was to win, seed by seed", ylabel="EDGC less\nfixed rank (nats)")
-    ax.set_xlabel("the fixed rank less no compression (nats)")
+    ax.set(title="what there was to win, seed by seed", ylabel="EDGC minus\nfixed rank (nats)")
+    ax.set_xlabel("the fixed rank minus no compression (nats)")
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
@@ -275,5 +274,7 @@ def times_won(rows: pd.DataFrame) -> str:
     if against.empty:
         return "EDGC against other ways to send as many bytes"
     return (
-        f"EDGC beats {SAME} in {(against < 0).sum()} of {len(against)} settings" if len(against) > 1 else answer(rows)
+        f"EDGC is shown to beat {SAME} in {(against < 0).sum()} of {len(against)} settings"
+        if len(against) > 1
+        else answer(rows)
     )

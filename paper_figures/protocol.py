@@ -28,7 +28,7 @@ def draw(results: Path) -> Figure:
     """A panel a learning rate, a line a pair, a place an estimate."""
     table = inputs.read(results, "protocol", "spread.csv")
     table = table[table["n"] > LEAST_SEEDS]
-    table = table.assign(pair=table["label"] + " less " + table["against"])
+    table = table.assign(pair=table["label"] + " minus " + table["against"])
     names = list(dict.fromkeys(table["pair"]))
     rates = sorted(set(table["lr"]), reverse=True)
     fig, axes = style.figure(len(rates), 1, height=2.0 + 1.8 * len(rates), sharex=True, sharey=True)

@@ -2,11 +2,11 @@
 
 A *placebo* of a policy is its own ranks in an order that follows nothing: reversed in time or shuffled. It sends the
 same bytes, so a policy that is worth following beats it. ``falling`` puts the same ranks in descending order, which
-follows nothing either but is known to be a good order; ``chosen`` is a straight line down at the policy's bytes, whose
+follows nothing either but is known to be a good order; ``line`` is a straight line down at the policy's bytes, whose
 shape was chosen beforehand. ``fixed rank`` stands still at the policy's bytes. ``fp32 factors`` is the same policy
 without quantised factors; it sends more bytes.
 
-A difference is the policy's validation loss less its rival's, of the same seed, in nats: below 0 the policy is better.
+A difference is the policy's validation loss minus its rival's, of the same seed, in nats: below 0 the policy is better.
 Shuffles of a seed are averaged first. Beside it stands what there was to win: the rival's gap to no compression. The
 verdict is that of :func:`experiments.common.equivalence.compare`; ``cannot tell`` where a rival of the same bytes
 costs less than twice the margin (:func:`experiments.common.equivalence.worth`); ``not tested`` where the policy did
@@ -42,7 +42,7 @@ from experiments.common.equivalence import (
 RESULTS = ("table.csv", "summary.csv", "timings.csv", "pairs.csv", "comparisons.csv")
 DETAILS = ("curves.csv",)
 FP32 = "fp32"
-RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling", "line": "chosen"}
+RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling", "line": "line"}
 PLACEBOS = ("reversed", "shuffled")
 PLAIN, WIDER = "no compression", "fp32 factors"  # they send more bytes
 PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "rival_gap_nats"]
