@@ -39,9 +39,9 @@ minus that of the rival, paired by seed (nats; left of zero EDGC is better); bar
 seeds; an open marker says that the bar holds zero. Two replicas of a GPT with one stage, unless the row says
 otherwise; *ranks 8 to 44* is the range that decides, *8 to 32* the one that was chosen first, *16 to 64* the paper's
 own, by its share of bytes. *Reversed*, *falling*: EDGC's own ranks in reverse order, or sorted; *line*: straight down,
-from 4/3 to 2/3 of its mean rank. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band. Cannot tell: the
-rival costs less than twice the margin against no compression. Rows of int8 factors are shown where there are at least
-five seeds. Last: the difference from the fixed rank over what that rank costs, a point a seed.""",
+from 4/3 to 2/3 of its mean rank. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band.
+Cannot tell: the rival costs less than twice the margin against no compression. Rows of int8 factors are shown where
+there are at least five seeds. Last: the difference from the fixed rank over what that rank costs, a point a seed.""",
 }
 RIVALS = {"fixed rank": "one fixed rank", "falling": "its own ranks, sorted to fall", "line": "a straight line down"}
 WIDE = 2.2  # columns, of a figure for a web page

@@ -12,7 +12,16 @@ from typing import Any
 
 from edgc.compressors.base import Steps
 from edgc.lazy import Tensor
-from edgc.strategies.base import Asked, Replica, Strategy, StrategyConfig, StrategyExample, all_finite, dense_bytes, restore
+from edgc.strategies.base import (
+    Asked,
+    Replica,
+    Strategy,
+    StrategyConfig,
+    StrategyExample,
+    all_finite,
+    dense_bytes,
+    restore,
+)
 from edgc.strategies.local_updates import copy_all
 
 
