@@ -35,7 +35,7 @@ from experiments.verdicts.claim_measures import MEASURES
 from experiments.verdicts.measured import COUNTS, Measured, Missing, join
 
 CLAIMS = ROOT / "results" / "paper_claims.yaml"
-ABOUT = ("id", "claim", "version", "paper_value", "our_value", "unit", "kind", "scale")
+ABOUT = ("id", "claim", "paper_value", "our_value", "unit", "kind", "scale")
 COLUMNS = (*ABOUT, "n", "n_most", *COUNTS, "verdict", "evidence", "beside", "note")  # n: seeds
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
 DEPENDS = "depends"
@@ -80,7 +80,6 @@ class Claim(Settings):
 
     id: str
     claim: str
-    version: Literal["v1", "v2"]
     paper_value: float | str
     unit: str
     kind: Literal["measured", "simulated"]
@@ -144,7 +143,7 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
     """One row of ``claims.csv``. ``root`` is the folder of the scale, e.g. ``results/ci``, or what is kept of it,
     ``results/reference/ci``."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    row |= claim.model_dump(include={"id", "claim", "version", "paper_value", "unit", "kind"})
+    row |= claim.model_dump(include={"id", "claim", "paper_value", "unit", "kind"})
     row |= {"scale": scale, "n": 0, "verdict": NOT_TESTABLE}
     if claim.scales and scale not in claim.scales:
         return row | {"note": claim.why_not or f"testable at {', '.join(claim.scales)} only"}
