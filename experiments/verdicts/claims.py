@@ -48,19 +48,18 @@ class Condition(Settings):
 
     at_most: float = math.inf
     at_least: float = -math.inf
-    within: float = math.inf
     one_of: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _one_key(self) -> Condition:
         if len(self.model_fields_set) != 1:
-            raise ValueError("a condition has exactly one key; give one of at_most, at_least, within, one_of")
+            raise ValueError("a condition has exactly one key; give one of at_most, at_least, one_of")
         return self
 
     def holds(self, value: Value) -> bool:
         if isinstance(value, str) or self.one_of:
             return value in self.one_of
-        return self.at_least <= value <= self.at_most and abs(value) <= self.within
+        return self.at_least <= value <= self.at_most
 
 
 class Rule(Settings):
