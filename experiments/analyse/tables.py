@@ -18,7 +18,7 @@ from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import SMOOTHING, thin
 from experiments.common.acting import NOT_TESTED, acted
 from experiments.common.equivalence import LIMITS, SPREAD, compare, interval, loss_margin
-from experiments.common.written_tables import write_text
+from experiments.common.files import atomic_write
 
 GAP = "gap_nats"  # the one summarised column that is of differences paired by seed
 IDENTITY = ("variant", "label", "seed", "status")  # columns that every table of runs starts with
@@ -132,7 +132,7 @@ def write_table(path: Path, rows: pd.DataFrame | Sequence[Mapping[str, Any]]) ->
     """Write a CSV whole or not at all, floats with ten significant digits; returns what was written."""
     frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
     try:
-        write_text(path, frame.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
+        atomic_write(path, frame.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
     except OSError as error:
         problem = f"cannot write the table: {error.strerror}"
         raise UserError(problem, where=path, fix="make the folder writable") from None

@@ -1,4 +1,4 @@
-"""Tables: written whole or not at all, and read only if they end with their last line's end and parse."""
+"""Tables, read only if they end with their last line's end and parse."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgc.errors import UserError
-from experiments.common.files import atomic_write
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-def write_text(path: Path, content: str) -> None:
-    """Write a table whole or not at all."""
-    atomic_write(path, content)
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:

@@ -29,7 +29,7 @@ from experiments.common.cli import main_guard
 from experiments.common.equivalence import load_equivalence
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
-from experiments.common.written_tables import csv_text, write_text
+from experiments.common.written_tables import csv_text
 from experiments.evaluation.inputs import Model, Row, Task, digest, read_models, read_standard, read_tasks
 from experiments.evaluation.standard_tasks import fingerprint, task_folder
 from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, Results
@@ -191,9 +191,9 @@ def main(
                 work.append(Work(model, pending, tuple(folders), out, batch_size, device))
     count = evaluate_all(work, processes)
     results = Results(known, tasks, out, rule)
-    write_text(out / "timings.csv", csv_text(results.timings(), ("run", "task", "seconds")))
-    write_text(out / "summary.csv", csv_text(results.summary(), SUMMARY_COLUMNS))
-    write_text(out / "table.csv", csv_text(results.table(), COLUMNS))
+    atomic_write(out / "timings.csv", csv_text(results.timings(), ("run", "task", "seconds")))
+    atomic_write(out / "summary.csv", csv_text(results.summary(), SUMMARY_COLUMNS))
+    atomic_write(out / "table.csv", csv_text(results.table(), COLUMNS))
     print(f"{out / 'table.csv'}: {count} evaluations done, {total - count} taken from earlier ones")
 
 

@@ -21,8 +21,7 @@ import pandas as pd
 import typer
 
 from experiments.common.cli import main_guard
-from experiments.common.files import check_writable
-from experiments.common.written_tables import write_text
+from experiments.common.files import atomic_write, check_writable
 from experiments.simulation import rank_trace
 from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import KIND, Model, of_method, reduction, step
@@ -189,7 +188,7 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     tables = {rows.__name__: pd.DataFrame(rows(scenarios)) for rows in (disturbances, sensitivity, break_even, table)}
     for name, frame in tables.items():
         text = frame.assign(kind=KIND).to_csv(index=False, lineterminator="\n", float_format="%.6g")
-        write_text(out / f"{name}.csv", text)
+        atomic_write(out / f"{name}.csv", text)
     print(f"{out}: {' '.join(RESULTS)} ({KIND})")
 
 

@@ -18,7 +18,7 @@ import typer
 
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write, check_writable
-from experiments.common.written_tables import csv_text, write_text
+from experiments.common.written_tables import csv_text
 from experiments.simulation import rank_trace
 from experiments.simulation.cost import KIND, Model, of_method, reduction, step
 from experiments.simulation.inputs import load_cluster
@@ -131,7 +131,7 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     tables = {"table": table(models), "stages": stage_table(model), "steps": step_table(models)}
     tables |= {"traces": rank_trace.table(study, models), "traces_late": rank_trace.late_table(study, models)}
     for name, rows in tables.items():
-        write_text(out / f"{name}.csv", csv_text(rows))
+        atomic_write(out / f"{name}.csv", csv_text(rows))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
     print(f"{out}: {' '.join(RESULTS)} ({KIND})")
 

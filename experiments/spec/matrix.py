@@ -19,7 +19,8 @@ which lacks the variants that are null there.
 ``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`); with
 ``driver: rehearsal`` it is left out, for there all begin alike to the last bit without it. A variant that branches from
 another one or follows it needs that one's run of each of its seeds.
-``studies/frozen`` holds studies that are no longer run, each with the commit that computed its tables (``frozen``).
+``studies/frozen`` names studies that are no longer run, each with the commit that computed its tables (``frozen``) and
+has its settings.
 ``extends: NAME`` lays the file over ``experiments/studies/bases/NAME.yaml``; there ``key: null`` takes a key away.
 """
 
@@ -63,7 +64,7 @@ def studies() -> list[str]:
 
 
 def frozen() -> list[str]:
-    """Names of studies that ended, sorted: settings and kept results are here, the code is at the commit they name."""
+    """Names of studies that ended, sorted: kept results are here, code and settings at the commit they name."""
     return _names("studies/frozen")
 
 

@@ -114,7 +114,7 @@ class Study(StudyLayer):
     """A study file (``experiments/studies/<study>.yaml``).
 
     ``analysis`` names the module of :mod:`experiments.analyse` that makes tables of the runs; where the study is
-    ``frozen`` that module is in the commit of this name. Instead of it,
+    ``frozen`` that module and all settings are in the commit of this name. Instead of it,
     ``cluster`` holds inputs of the cluster model, ``scenarios`` clusters that it is asked about, and ``needs`` the
     variants of other studies whose models are evaluated. ``only_by_name`` lists the scales at which the study is too
     long for `all` and is made by its own target alone.

@@ -35,7 +35,7 @@ from experiments.verdicts.claim_measures import MEASURES
 from experiments.verdicts.measured import COUNTS, Measured, Missing, join
 
 CLAIMS = ROOT / "results" / "paper_claims.yaml"
-ABOUT = ("id", "claim", "version", "paper_value", "our_value", "unit", "kind", "scale")
+ABOUT = ("id", "claim", "paper_value", "our_value", "unit", "kind", "scale")
 COLUMNS = (*ABOUT, "n", "n_most", *COUNTS, "verdict", "evidence", "beside", "note")  # n: seeds
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
 DEPENDS = "depends"
@@ -48,19 +48,18 @@ class Condition(Settings):
 
     at_most: float = math.inf
     at_least: float = -math.inf
-    within: float = math.inf
     one_of: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _one_key(self) -> Condition:
         if len(self.model_fields_set) != 1:
-            raise ValueError("a condition has exactly one key; give one of at_most, at_least, within, one_of")
+            raise ValueError("a condition has exactly one key; give one of at_most, at_least, one_of")
         return self
 
     def holds(self, value: Value) -> bool:
         if isinstance(value, str) or self.one_of:
             return value in self.one_of
-        return self.at_least <= value <= self.at_most and abs(value) <= self.within
+        return self.at_least <= value <= self.at_most
 
 
 class Rule(Settings):
@@ -80,7 +79,6 @@ class Claim(Settings):
 
     id: str
     claim: str
-    version: Literal["v1", "v2"]
     paper_value: float | str
     unit: str
     kind: Literal["measured", "simulated"]
@@ -144,7 +142,7 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
     """One row of ``claims.csv``. ``root`` is the folder of the scale, e.g. ``results/ci``, or what is kept of it,
     ``results/reference/ci``."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    row |= claim.model_dump(include={"id", "claim", "version", "paper_value", "unit", "kind"})
+    row |= claim.model_dump(include={"id", "claim", "paper_value", "unit", "kind"})
     row |= {"scale": scale, "n": 0, "verdict": NOT_TESTABLE}
     if claim.scales and scale not in claim.scales:
         return row | {"note": claim.why_not or f"testable at {', '.join(claim.scales)} only"}

@@ -28,7 +28,7 @@ SEEDS = (1, 2)
 
 def claim(name: str, verdict: str, **more: Any) -> dict[str, Any]:
     """A row of ``claims.csv``."""
-    row = dict.fromkeys(COLUMNS) | {"id": name, "claim": f"Claim {name}", "version": "v1", "paper_value": "-46.45"}
+    row = dict.fromkeys(COLUMNS) | {"id": name, "claim": f"Claim {name}", "paper_value": "-46.45"}
     row |= {"unit": "% against Megatron", "kind": "measured", "scale": "ci", "n": 0, "verdict": verdict}
     return row | more
 

@@ -18,7 +18,6 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from edgc.errors import UserError
-from experiments.common.written_tables import write_text
 from experiments.simulation import cluster_model, cost
 from experiments.simulation.cluster_model import load_model, sweep
 from experiments.simulation.cost import Cost, Model, reduction
@@ -222,6 +221,6 @@ def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> 
             assert len(ax.get_lines()) >= 7
     shutil.copytree(REFERENCE / study, tmp_path / study)
     path = tmp_path / study / "table.csv"
-    write_text(path, path.read_text().replace("simulated", "measured"))
+    path.write_text(path.read_text().replace("simulated", "measured"))
     with pytest.raises(UserError, match="not simulated"):
         draw(study, tmp_path)

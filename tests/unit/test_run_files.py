@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "none-s1"
     path.mkdir()
-    for name, content in archive.read(REFERENCE / "ci" / "moe", "none-s1").items():
+    for name, content in archive.read(REFERENCE / "workstation" / "entropy_trend", "gpt-s1").items():
         (path / name).write_bytes(content)
     (path / "status").unlink()
     (path / "checkpoint").mkdir()

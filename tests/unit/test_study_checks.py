@@ -200,7 +200,7 @@ def test_keys_that_stand_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("study", matrix.frozen())
-def test_a_frozen_study_is_refused_with_the_commit_to_check_out_and_its_settings_stay_readable(study: str) -> None:
+def test_a_frozen_study_is_refused_with_the_commit_to_check_out_and_its_tables_stay(study: str) -> None:
     commit = matrix.load_study(study).frozen
     names = [study], [f"results/ci/{study}/table.csv"]
     for refused in (
