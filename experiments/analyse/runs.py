@@ -65,7 +65,7 @@ class Run:
     @cached_property
     def edgc(self) -> EDGCConfig:
         """The compression settings, defaults filled in."""
-        return EDGCConfig.from_record(self.compression, where=self.path / "run.yaml", prefix="compression.")
+        return EDGCConfig.from_dict(self.compression, where=self.path / "run.yaml", prefix="compression.")
 
     @cached_property
     def strategy(self) -> StrategyConfig:
