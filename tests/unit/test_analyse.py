@@ -402,17 +402,6 @@ def folder(kept_results: Path, tmp_path: Path) -> Path:
     return tmp_path / "ci" / STUDY
 
 
-def test_a_torn_last_line_of_a_failed_run_is_left_out(folder: Path) -> None:
-    path = folder / NAMES[0]
-    log, steps = path / "metrics.jsonl", len(runs.load_run(path).steps)
-    (path / "status").write_text("failed\n")
-    (path / "summary.json").unlink()
-    log.write_text(log.read_text()[: log.read_text().rindex('"step"') + 40])
-    assert len(runs.load_run(path).steps) == steps - 1
-    analyse(STUDY, folder, NAMES)
-    assert list(read(folder, "table")["status"]) == ["failed", "ok"]
-
-
 def test_missing_folder_missing_run_and_unknown_study_name_the_fix(folder: Path, tmp_path: Path) -> None:
     for study, place, names, message in (
         ("methods", tmp_path / "methods", None, r"no results.*snakemake -c2 methods"),
