@@ -1,4 +1,4 @@
-"""The engine beside torch's hook on one machine: time, speed-up, distance to the floor, and where the time goes."""
+"""The engine beside torch's hook on one machine: time, speed-up, and where the time goes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,7 @@ from paper_figures import inputs, style, texts
 TABLES = ("engine.csv",)
 CAPTION = """\
 **The compression engine beside torch's PowerSGD hook**, on the gradients of a GPT, same rank, same error:
-(a) time, (b) speed-up, (c) time over what this machine needs for the products and passes alone, (d) where
-the time goes. Medians over rounds, quartiles as bars."""
+(a) time, (b) speed-up, (c) where the time goes. Medians over rounds, quartiles as bars."""
 # What is compared here is who computes PowerSGD: torch is grey, ours looks as its factors do everywhere.
 TORCH = style.Family("torch", "torch", "#8C8C8C", "X")
 OURS = {
@@ -25,26 +24,20 @@ OURS = {
 }
 ALLOCATORS = {"default": ("-", "default allocator"), "thp": ("--", "huge pages"), "kept": (":", "heap kept")}
 PARTS = ("compress", "communicate", "decompress")
-FLOOR: dict[str, Any] = {"color": "#444444", "linewidth": 0.9, "linestyle": (0, (4, 2))}
+COPY: dict[str, Any] = {"color": "#999999", "linewidth": 0.9, "linestyle": (0, (1, 1))}
 
 
 def draw(results: Path) -> Figure:
-    """Medians over rounds with quartiles; processor time where one thread runs, else wall time.
-
-    Only tables written up to commit b28727f have a floor.
-    """
+    """Medians over rounds with quartiles; processor time where one thread runs, else wall time."""
     table = inputs.read_benchmark(results / "engine.csv", "the engine benchmark", "bench")
     table = table[table["gradient_dtype"] == table["gradient_dtype"].iloc[0]]
     good = table[(table["status"] == "ok") & (table["products"] != "bf16")]
     alone = good[good["network"] == "none"]
     threads = sorted(alone["threads"].unique())
     first = alone[alone["allocator"] == alone["allocator"].iloc[0]]
-    floor = "floor_ms" in table
-    fig, axes = style.figure(3 + floor, 1, height=7.2 + 2.4 * floor)
+    fig, axes = style.figure(3, 1, height=7.2)
     times(axes[0], alone[alone["threads"] == threads[0]])
     ratios = speedups(axes[1], first, threads)
-    if floor:
-        floors(axes[2], first[first["threads"] == threads[0]])
     shares(axes[-1], good)
     for ax in axes[:-1]:
         style.log_x(ax, sorted(good["rank"].unique()), room=1.2)
@@ -54,11 +47,11 @@ def draw(results: Path) -> Figure:
     note = texts.count_note(
         good["repeats"],
         f"{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}; caches of a core: {table['caches'].iloc[0]}",
-        f"(a){', (c)' * floor} {count_of(threads[0])}; (b) 1 is torch's time; medians of ratios within rounds",
+        f"(a) {count_of(threads[0])}; (b) 1 is torch's time; medians of ratios within rounds",
         what="rounds",
         bars="bars: quartiles",
     )
-    return texts.finish(fig, axes, title, note, style.handles(*axes[0:-1:2]))
+    return texts.finish(fig, axes, title, note, style.handles(axes[0]))
 
 
 def clock_of(rows: pd.DataFrame, threads: int) -> str:
@@ -81,7 +74,7 @@ def bars(
 
 
 def times(ax: Axes, rows: pd.DataFrame) -> None:
-    """Time of a step: torch under each allocator, ours, and what neither can go below."""
+    """Time of a step: torch under each allocator, ours, and a dense copy."""
     clock = clock_of(rows, rows["threads"].iloc[0])
     column = f"{clock}_ms"
     for allocator, (line, words) in ALLOCATORS.items():
@@ -91,11 +84,8 @@ def times(ax: Axes, rows: pd.DataFrame) -> None:
     first = rows[rows["allocator"] == rows["allocator"].iloc[0]].sort_values("rank")
     for dtype, look in OURS.items():
         bars(ax, first[first["factor_dtype"] == dtype], column, look, look.label)
-    base, copied = first[first["factor_dtype"] == "fp32"], first[first["engine"] == "copy"]
-    if "floor_ms" in base:
-        ax.plot(base["rank"], base["floor_ms"], label="floor", **FLOOR)
-    thin = FLOOR | {"color": "#999999", "linestyle": (0, (1, 1))}
-    ax.plot(copied["rank"], copied[column], label="dense copy", **thin)
+    copied = first[first["engine"] == "copy"]
+    ax.plot(copied["rank"], copied[column], label="dense copy", **COPY)
     style.log_y(ax)
     ax.set_ylabel(f"{'processor' if clock == 'cpu' else 'wall'} time (ms, log scale)")
     ax.set_title("compress + decompress")
@@ -118,15 +108,6 @@ def speedups(ax: Axes, first: pd.DataFrame, threads: Sequence[int]) -> list[floa
     ax.set(ylabel="torch's time / ours (no unit)", title="speed-up")
     texts.legend_below(ax, 0.45, 0.26)
     return ratios
-
-
-def floors(ax: Axes, first: pd.DataFrame) -> None:
-    """Time over the floor."""
-    bars(ax, first[first["engine"] == "torch"], "ratio_to_floor", TORCH)
-    for dtype, look in OURS.items():
-        bars(ax, first[first["factor_dtype"] == dtype], "ratio_to_floor", look, look.label)
-    ax.axhline(1, **FLOOR)
-    ax.set(ylabel="time / floor (no unit)", title="distance to the floor")
 
 
 def shares(ax: Axes, good: pd.DataFrame) -> None:

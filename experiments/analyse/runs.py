@@ -65,7 +65,7 @@ class Run:
     @cached_property
     def edgc(self) -> EDGCConfig:
         """The compression settings, defaults filled in."""
-        return EDGCConfig.from_record(self.compression, where=self.path / "run.yaml", prefix="compression.")
+        return EDGCConfig.from_dict(self.compression, where=self.path / "run.yaml", prefix="compression.")
 
     @cached_property
     def strategy(self) -> StrategyConfig:
@@ -145,9 +145,7 @@ class Run:
     @cached_property
     def evaluations(self) -> pd.DataFrame:
         """Iteration, loss and perplexity of every evaluation on validation text."""
-        events = self.events.get("eval", [])
-        rows = [event for event in events if event.get("split", "validation") == "validation"]
-        return _numbers(rows, ("iteration", "loss", "perplexity"))
+        return _numbers(self.events.get("eval", []), ("iteration", "loss", "perplexity"))
 
     @property
     def decisions(self) -> list[dict[str, Any]]:

@@ -28,11 +28,6 @@ def _verdicts(rows: pd.DataFrame) -> list[bool]:
     return [str(value) == "True" for value in rows["acted"] if pd.notna(value) and str(value)]
 
 
-def recorded(rows: pd.DataFrame) -> bool:
-    """True for a table that has the judgement; those from before it was made have not."""
-    return set(COLUMNS) <= set(rows)
-
-
 def account(rows: pd.DataFrame) -> str:
     """Grounds of the judgement of these runs, in words: ranks in use and windows inside the limits, by seed."""
     ranks = ", ".join(f"{value:g}" for value in rows["ranks_used"])
@@ -42,7 +37,5 @@ def account(rows: pd.DataFrame) -> str:
 
 def idle(rows: pd.DataFrame) -> list[str]:
     """Labels of the variants of a table of runs whose policy did not act, in the order of the table."""
-    if not recorded(rows):
-        return []
     variants = rows.groupby("variant", sort=False)
     return [str(group["label"].iloc[0]) for _, group in variants if acted(group) is False]

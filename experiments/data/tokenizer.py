@@ -46,10 +46,6 @@ class TextTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [[*encoding.ids, self.end_of_text] for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; special tokens are left out."""
-        return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True))
-
     def to_json(self) -> str:
         return str(self._tokenizer.to_str(pretty=True))
 
@@ -86,18 +82,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return TextTokenizer(tokenizer)
-
-
-def load(path: Path) -> TextTokenizer:
-    """Read ``tokenizer.json``; ``UserError`` where it is missing or no tokenizer."""
-    if not path.is_file():
-        fix = "prepare the data: python -m experiments.data prepare"
-        raise UserError("the tokenizer is missing", where=path, fix=fix)
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception
-        raise UserError(f"not a tokenizer file: {error}", where=path, fix="prepare the data again") from None
     return TextTokenizer(tokenizer)
 
 

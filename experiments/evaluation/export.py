@@ -42,7 +42,8 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
     status = outputs.read_status(folder)
     if status == outputs.UNFINISHED:
         raise UserError("the run is not finished: no status file", where=folder, fix="train it first")
-    config = read_config(folder / "run.yaml")
+    path = folder / "run.yaml"
+    config = recorded(load_yaml(path), path)
     for key, value, exportable in (
         ("architecture", config.model.architecture, "gpt"),
         ("experts", config.model.experts, None),
@@ -56,11 +57,6 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
             raise UserError("the run left no checkpoint", where=folder, fix=fix)
         outputs.check(folder, ("checkpoint/", "run.yaml"))
     return config, status
-
-
-def read_config(path: Path) -> RunConfig:
-    """Settings in a ``run.yaml``, without the provenance."""
-    return recorded(load_yaml(path), path)
 
 
 def read_tokenizer(data: Path, config: RunConfig, fingerprint: str | None) -> Any:

@@ -22,10 +22,10 @@ from experiments.common.written_tables import csv_text
 from experiments.simulation import rank_trace
 from experiments.simulation.cost import KIND, Model, of_method, reduction, step
 from experiments.simulation.inputs import load_cluster
-from experiments.simulation.placement import FP32_BYTES, build, groups_sharing_a_node, shape_of, study_run
+from experiments.simulation.placement import build, groups_sharing_a_node, shape_of, study_run
 from experiments.spec.matrix import load_study
 
-RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "traces_late.csv", "summary.json")
+RESULTS = ("table.csv", "steps.csv", "traces.csv", "traces_late.csv", "summary.json")
 
 
 def load_model(study: str) -> Model:
@@ -52,41 +52,18 @@ def table(models: Sequence[Model]) -> list[dict[str, Any]]:
         for name, (rank, method) in at.methods().items():
             costs = {stage.stage: method(stage) for stage in at.stages}
             longest = max(costs, key=lambda stage: costs[stage].seconds)
-            lines = [(str(stage), cost, base[stage], stage) for stage, cost in costs.items()]
-            for label, cost, none, stage in [*lines, ("slowest", costs[longest], slowest_base, longest)]:
-                other = at.other(at.stages[stage])
+            lines = [(str(stage), cost, base[stage]) for stage, cost in costs.items()]
+            for label, cost, none in [*lines, ("slowest", costs[longest], slowest_base)]:
                 saved = {
                     "communication": reduction(cost.communication, none.communication),
                     "with_compress": reduction(cost.seconds, none.seconds),
-                    "all": reduction(cost.seconds + other, none.seconds + other),
                 }
                 row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "stage": label}
                 row |= {"bytes": round(cost.bytes), "seconds_communication": f"{cost.communication:.9g}"}
-                row |= {"seconds_compress": f"{cost.compress:.9g}", "seconds_other": f"{other:.9g}"}
+                row |= {"seconds_compress": f"{cost.compress:.9g}"}
                 row |= {f"reduction_{part}_percent": f"{value:.4f}" for part, value in saved.items()}
                 rows.append(row | {"kind": KIND})
     return rows
-
-
-def stage_table(model: Model) -> list[dict[str, Any]]:
-    """One row per stage: content and uncompressed messages of one GPU of it. Exact, not simulated.
-
-    Memory is that of fp32 training with Adam: weight, gradient and two moments, without activations.
-    """
-    return [
-        {
-            "stage": stage.stage,
-            "layers": stage.layers,
-            "parameters": stage.parameters,
-            "matrices": len(stage.matrices),
-            "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in stage.shapes.items()),
-            "bytes_dense": sum(stage.dense_payload()),
-            "bytes_dense_rest": FP32_BYTES * stage.dense_rest,
-            "memory_bytes": 4 * FP32_BYTES * stage.parameters,
-            "kind": "computed",
-        }
-        for stage in model.stages
-    ]
 
 
 def step_table(models: Sequence[Model]) -> list[dict[str, Any]]:
@@ -100,7 +77,6 @@ def step_table(models: Sequence[Model]) -> list[dict[str, Any]]:
                 iteration, seconds = of_method(at, name, overlap=overlap, base=base.seconds)
                 row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "overlap": overlap}
                 row |= {"seconds_step": f"{seconds:.9g}", "seconds_exposed": f"{max(iteration.exposed):.9g}"}
-                row |= {"seconds_pipeline": f"{max(iteration.computed):.9g}"}
                 row |= {"reduction_time_percent": f"{reduction(seconds, base.seconds):.4f}"}
                 rows.append(row | {"kind": KIND})
     return rows
@@ -124,11 +100,11 @@ def summary(study: str, model: Model) -> dict[str, Any]:
 
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
-    """Write table, stages, steps, traces and traces_late.csv, and summary.json (last), of a simulated cluster."""
+    """Write table, steps, traces and traces_late.csv, and summary.json (last), of a simulated cluster."""
     model = load_model(study)
     check_writable(out)
     models = list(sweep(model))
-    tables = {"table": table(models), "stages": stage_table(model), "steps": step_table(models)}
+    tables = {"table": table(models), "steps": step_table(models)}
     tables |= {"traces": rank_trace.table(study, models), "traces_late": rank_trace.late_table(study, models)}
     for name, rows in tables.items():
         atomic_write(out / f"{name}.csv", csv_text(rows))

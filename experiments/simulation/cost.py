@@ -12,8 +12,8 @@ The model, and what it leaves out:
   what its reduction takes. PowerSGD reduces P with the dense rest, then Q.
 * Compression time is counted from operations at a stated throughput and kept apart from communication. What
   the entropy estimate costs is left out.
-* Other traffic between nodes is kept apart too, as no method here compresses it: activations and their
-  gradients between stages, and the all-reduce of the tied embedding between the first and the last stage.
+* Other traffic between nodes is left out, as no method here compresses it: activations and their gradients
+  between stages, and the all-reduce of the tied embedding between the first and the last stage. A step has it.
 * EDGC: r_max is the largest multiple of 4 at which compressed is not slower than uncompressed (arXiv
   2511.10333, as in the authors' code) *under this model*, r_min a quarter of it; the mean rank is
   assumed (ranks of the controller itself: :mod:`experiments.simulation.rank_trace`).
@@ -209,15 +209,6 @@ class Model:
         launches = sum(count for *_, count in used) * gpu.seconds_per_matrix.value
         return self._reduced(stage, messages, products + qr + passes + launches)
 
-    def other(self, stage: StageShard) -> float:
-        """Seconds of pipeline transfers and of the tied embedding's all-reduce.
-
-        As with Megatron-LM's scatter-gather, a boundary tensor is sent once, split over tensor-parallel GPUs.
-        """
-        last = self.shape.pipeline - 1
-        sends = self.micro_batches * ((stage.stage < last) + (stage.stage > 0))
-        return sends * self.transfer() + (self.tied_embedding() if stage.stage in (0, last) else 0.0)
-
     def active_weights(self, stage: StageShard) -> float:
         """Entries of the matrices that a token is multiplied with on one GPU of ``stage``."""
         return stage.active_weights
@@ -231,7 +222,10 @@ class Model:
         return 0.0
 
     def transfer(self) -> float:
-        """Seconds of one micro-batch's activations, or their gradients, between two stages."""
+        """Seconds of one micro-batch's activations, or their gradients, between two stages.
+
+        As with Megatron-LM's scatter-gather, a boundary tensor is sent once, split over tensor-parallel GPUs.
+        """
         entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden // self.shape.tensor
         return self.latency + FP32_BYTES * entries / self.bandwidth
 

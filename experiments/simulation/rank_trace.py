@@ -251,8 +251,6 @@ def _rows(
                 {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
                 | {"r_min": trace.r_min, "r_max": trace.r_max, "mean_ranks": trace.mean_ranks}
                 | {"share_uncompressed": f"{trace.share(0, None):.6g}"}
-                | {"share_at_r_max": f"{trace.share(0, trace.r_max) if trace.r_max else 0.0:.6g}"}
-                | {"share_at_r_min": f"{trace.share(0, trace.r_min) if trace.r_min else 0.0:.6g}"}
                 | {"bytes": round(slowest.bytes), "seconds_communication": f"{slowest.communication:.9g}"}
                 | {"seconds_compress": f"{slowest.compress:.9g}"}
                 | {f"reduction_{part}_percent": f"{percent:.4f}" for part, percent in saved.items()}

@@ -416,11 +416,5 @@ def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
 
 
 def recorded(values: Mapping[str, Any], where: object) -> RunConfig:
-    """The run that ``values``, a ``run.yaml``, is the record of; its ``provenance`` is left out.
-
-    Earlier versions recorded compression settings that the method could not use; they had no effect and are left out.
-    """
-    values = {key: value for key, value in values.items() if key != "provenance"}
-    if isinstance(compression := values.get("compression"), Mapping):
-        values["compression"] = EDGCConfig.usable(compression)
-    return resolve(values, where)
+    """The run that ``values``, a ``run.yaml``, is the record of; its ``provenance`` is left out."""
+    return resolve({key: value for key, value in values.items() if key != "provenance"}, where)

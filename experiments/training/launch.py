@@ -43,7 +43,7 @@ from experiments.common.files import check_writable, no_space
 from experiments.common.yaml_settings import load_yaml
 from experiments.data.folder import DataInfo, check_config, check_indices, check_whole, load_info
 from experiments.spec.matrix import check_run, find
-from experiments.spec.settings import RunConfig, recorded, resolve
+from experiments.spec.settings import RunConfig, recorded
 from experiments.training import lineage, provenance
 from experiments.training.outputs import RunFolder, write_manifest
 from experiments.training.ranks import (
@@ -229,8 +229,7 @@ def _write(folder: RunFolder, name: str, values: dict[str, Any]) -> None:
 
 def read_run(path: Path) -> RunConfig:
     """A run from one complete file, such as the ``run.yaml`` of a run folder."""
-    values = load_yaml(path)
-    run = recorded(values, path) if "provenance" in values else resolve(values, path)
+    run = recorded(load_yaml(path), path)
     check_run(run, path)
     return run
 

@@ -53,10 +53,8 @@ def _by_variant(rows: pd.DataFrame, text: Callable[[pd.DataFrame], str]) -> list
     return [f"{name}: {text(group)}" for name, group in rows.groupby("variant", sort=False)]
 
 
-def _acted(rows: pd.DataFrame, relative: str) -> tuple[bool, str]:
+def _acted(rows: pd.DataFrame) -> tuple[bool, str]:
     """True if the policy of finished runs acted, with the reason; what is not known counts as not."""
-    if not acting.recorded(rows):
-        return False, f"{relative} does not say whether the policy acted"
     did = acting.acted(rows) is True
     return did, ("" if did else "the policy did not act: ") + acting.account(rows)
 
@@ -113,7 +111,7 @@ def edgc_gap(root: Path) -> Measured:
     if not values:
         raise Missing(f"no uncompressed run of the same seeds in {relative}")
     share, margin = 100 * fine["bytes_ratio"].mean(), loss_margin()
-    acted, account = _acted(fine, relative)
+    acted, account = _acted(fine)
     tested = compare(values, margin)
     note = (
         f"mean gap {tested['difference_nats']:+.4f} nats ({min(values):.4f} to {max(values):.4f} over seeds), "
@@ -165,7 +163,7 @@ def zero_shot_on_par(root: Path) -> Measured:
     ]
     study = f"{frame['study'].iloc[0] if 'study' in frame else 'methods'}/table.csv"
     try:
-        acted, account = _acted(_finished(root, study, variant=EDGC_CQM)[0], study)
+        acted, account = _acted(_finished(root, study, variant=EDGC_CQM)[0])
     except Missing as reason:
         acted, account = False, f"whether the policy acted is not known: {reason}"
     if acted and set(rows["verdict"]) == {NOT_DECIDED}:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 
 from edgc.compressors.quantization import LEVELS, Blocks
+from tests.gpu.conftest import of_kernels
 
-pytest.importorskip("triton", reason="there is no triton here; docs/gpu.md says how to run this by hand")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of the interpreter: divided by zero
-    pytest.mark.skipif(
-        not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="neither a GPU nor TRITON_INTERPRET=1",
-    ),
-]
+pytestmark = of_kernels()
 
 SIZES = (1, 63, 64, 65, 511, 512, 513, 2048, 5000)  # about a block, a group and an instance of the kernel
 # Sums over a block are rounded in another order: they may choose another step.

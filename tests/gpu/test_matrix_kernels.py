@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import cycle, product
 from typing import Any
 
@@ -13,16 +12,9 @@ from torch import Tensor
 from edgc.compressors.base import within
 from edgc.compressors.kernels import matrix_kernels_for
 from tests import contract
+from tests.gpu.conftest import of_kernels
 
-pytest.importorskip("triton", reason="there is no triton here; docs/gpu.md says how to run this by hand")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of the interpreter: what is not finite
-    pytest.mark.skipif(
-        not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="neither a GPU nor TRITON_INTERPRET=1",
-    ),
-]
+pytestmark = of_kernels()
 
 
 @pytest.fixture(autouse=True)

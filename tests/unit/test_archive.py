@@ -275,6 +275,7 @@ def test_replay_computes_a_simulated_study_again_from_its_settings(tmp_path: Pat
     ]
     assert found[0][table] == replay.DIFFERENT and found[1][table] == "written"
     assert table.read_bytes() == (KEPT / name / "traces.csv").read_bytes()
+    assert all(set(pd.read_csv(path)["kind"]) == {"simulated"} for path in (KEPT / name).glob("*.csv"))
     assert {outcome for path, outcome in (found[0] | found[1]).items() if path != table} == {replay.SAME}
 
 

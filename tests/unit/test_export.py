@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from edgc.errors import UserError
@@ -103,10 +104,11 @@ def test_exported_folder_computes_the_same_logits(activation: str, tied: bool, t
 
 
 def test_exported_tokenizer_is_the_training_tokenizer(finished: Path, prepared: Path, tmp_path: Path) -> None:
-    from experiments.data.tokenizer import load
+    from experiments.data.tokenizer import TextTokenizer
 
     export.export(finished, prepared, tmp_path / "out")
-    exported, trained = AutoTokenizer.from_pretrained(tmp_path / "out"), load(prepared / "tokenizer.json")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    trained = TextTokenizer(Tokenizer.from_file(str(prepared / "tokenizer.json")))
     texts = ["abc  def\n\thab", "a <|endoftext|> inside [MASK] a text", "Grüße"]
     expected = [ids[:-1] for ids in trained.encode(texts)]
     assert exported(texts)["input_ids"] == expected

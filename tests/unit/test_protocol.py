@@ -138,7 +138,7 @@ def test_the_figure_shows_pairs_of_many_seeds_and_names_the_estimate_that_varies
     fig = figure.draw(tmp_path)
     [panel] = fig.axes
     labels = [text.get_text() for legend in fig.legends for text in legend.get_texts()]
-    assert labels == ["rank 8 less none"] and len(panel.containers) == 1
+    assert labels == ["rank 8 minus none"] and len(panel.containers) == 1
     assert saving.heading(fig) == "Mean of losses, 6k tokens: 0 % of the spread so far"
     limit = figure.resolved()
     power = [power_of_difference(sd, figure.EFFECT, figure.SEEDS) for sd in (limit, 1.02 * limit)]

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.analyse.runs import load_run
-from experiments.evaluation.export import read_config
 from experiments.spec import matrix
-from experiments.spec.settings import lay, recorded, resolve
+from experiments.spec.settings import lay, resolve
 from experiments.training.launch import read_run
 from experiments.verdicts import archive
 
@@ -93,32 +91,6 @@ def test_a_run_of_which_its_study_says_nothing_is_fitted_to_the_scale() -> None:
     assert matrix.fitted(other) == other, "six sequences are not shared by four replicas: refused later"
 
 
-def old_record() -> dict[str, Any]:
-    """A record with settings that its method could not use, as they were once written."""
-    run = matrix.runs("rank_sweep", "ci")[0].model_dump(mode="json")
-    return {**run, "compression": {"method": "none", **COMMON}}
-
-
-def test_records_with_settings_of_other_methods_are_read(tmp_path: Path) -> None:
-    record = old_record()
-    with pytest.raises(UserError, match=r"compression\.r_max = 16 is not used with method: none"):
-        resolve(record, "run.yaml")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**record, "provenance": {"commit": "0"}}))
-    for run in (
-        read_config(tmp_path / "run.yaml"),
-        read_run(tmp_path / "run.yaml"),
-        recorded(record, "run.yaml"),
-    ):
-        assert run.compression == {"method": "none", "window": 20}
-        assert run.edgc == EDGCConfig(window=20)
-    assert load_run(tmp_path).edgc == EDGCConfig(window=20)
-    assert load_run(tmp_path).setting("r_max") == 16, "the record itself stays as it is"
-    # A file that somebody wrote is no record.
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(record))
-    with pytest.raises(UserError, match=r"compression\.r_max = 16 is not used"):
-        read_run(tmp_path / "own.yaml")
-
-
 def test_the_committed_records_are_read(tmp_path: Path) -> None:
     """The first and the last run of every study at every scale."""
     for reference in sorted((ROOT / "results" / "reference").iterdir()):
@@ -128,7 +100,7 @@ def test_the_committed_records_are_read(tmp_path: Path) -> None:
                 (tmp_path / "run.yaml").write_bytes(archive.read(reference / study, name)["run.yaml"])
                 run = load_run(tmp_path)
                 assert run.edgc.method == run.method
-                assert read_config(tmp_path / "run.yaml").edgc == run.edgc
+                assert read_run(tmp_path / "run.yaml").edgc == run.edgc
 
 
 def test_runs_hold_what_the_preset_stands_for() -> None:
