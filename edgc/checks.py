@@ -98,12 +98,14 @@ def need(state: object, keys: Iterable[str], where: str) -> None:
 class Settings:
     """``from_dict`` / ``to_dict`` for a frozen dataclass of settings; nested settings are dictionaries.
 
-    On construction switches and sections are checked by their declaration; the rest is for :meth:`_check`.
+    On construction switches and sections are checked by their declaration, and floats made plain; the rest is for :meth:`_check`.
     """
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
+            if isinstance(value, float):  # NumPy's would be in every checkpoint, and could not be read
+                object.__setattr__(self, field.name, float(value))
             if field.type == "bool":
                 require(isinstance(value, bool), field.name, value, "use true or false")
             elif (section := _section(field)) is not None:

@@ -240,13 +240,14 @@ class Engine:
         self._statistics.dense_bytes += statistics.bytes
         self._look_at(gradients, "reduced")
 
-    def add_loss(self, loss: float) -> None:
+    def add_loss(self, loss: float | torch.Tensor) -> None:
         """Take in the training loss of the iteration that has ended, on at least one rank; for policy ``loss``.
 
         Those of iterations that end a window come after its decision and count in the next window. Where no rank is
         told any in the first window, its end raises a ``UserError`` on every rank.
         """
-        self.monitor.window.add_loss(loss)
+        # Of a tensor not the graph behind it.
+        self.monitor.window.add_loss(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
 
     @own_modes()
     def take_back(self, name: str, gradient: torch.Tensor) -> None:

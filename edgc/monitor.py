@@ -256,8 +256,8 @@ class Monitor:
 
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool) -> None:
         """Go on from :meth:`state_dict`; with ``changed_settings`` the window under way begins anew."""
-        iteration = int(state["iteration"])
-        self.controller.load_state_dict(state["controller"], iteration=iteration, changed_settings=changed_settings)
+        behind = int(state["iteration"]) - 1
+        self.controller.load_state_dict(state["controller"], iteration=behind, changed_settings=changed_settings)
         self._warn()
         self.entropy.scale = float(state["scale"])
         if changed_settings:

@@ -128,7 +128,7 @@ class Handle:
         self._settle()
         return self.engine.decision
 
-    def add_loss(self, loss: float) -> None:
+    def add_loss(self, loss: float | torch.Tensor) -> None:
         """Tell policy ``loss`` the training loss, without a loss scale, after every backward, on at least one rank.
 
         Raises:

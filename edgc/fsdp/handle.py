@@ -190,7 +190,7 @@ class Handle:
         """True while EDGC averages the gradients: until :meth:`remove`."""
         return bool(self._units)
 
-    def add_loss(self, loss: float) -> None:
+    def add_loss(self, loss: float | torch.Tensor) -> None:
         """Tell policy ``loss`` the training loss, without a loss scale, after every backward, on at least one rank."""
         self._refuse_inside_iteration()
         self.engine.add_loss(loss)

@@ -195,7 +195,7 @@ class ScatterEngine:
             error.mul_(scale / self.scale)
         self.scale = scale
 
-    def add_loss(self, loss: float) -> None:
+    def add_loss(self, loss: float | Tensor) -> None:
         """No method here asks for it."""
 
     def state_dict(self, parts: Mapping[str, Part]) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class Attachment:
         """The controller's decision at the end of the last iteration; None if it took none."""
         return self.engine.decision
 
-    def add_loss(self, loss: float) -> None:
+    def add_loss(self, loss: float | torch.Tensor) -> None:
         """Tell policy ``loss`` the training loss, after every iteration, on at least one rank that knows it."""
         self.engine.add_loss(loss)
 

@@ -180,7 +180,12 @@ class Replica:
             iterations: number of its iterations in the run.
             config: other settings than the replica's.
             embeddings: names of the parameters that are embeddings.
+
+        Raises:
+            UserError: the replica's own settings follow the training loss, which no engine of a strategy is told.
         """
+        if config is None and getattr(self.config, "policy", None) == "loss":
+            raise UserError("policy loss is told no loss under a strategy", fix="use policy cqm, or no strategy")
         # Not an import statement: settings, and the tables that read them, are not made again for another engine.
         library: Any = importlib.import_module("edgc.engine")
         config = config or self.config

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -90,6 +91,7 @@ def test_the_preset_is_what_hygon_publishes() -> None:
         ({"method": "powersgd", "rank": None}, "rank = None"),
         ({"method": "powersgd", "rank": 8, "factor_dtype": "int3"}, "factor_dtype = 'int3'"),
         ({"method": "powersgd", "rank": 8, "error_dtype": "fp16"}, "error_dtype = 'fp16'"),
+        ({"method": "powersgd", "rank": 8, "orthonormal_q": "False"}, "orthonormal_q = 'False'"),
         ({"method": "topk", "error_feedback": "no"}, "error_feedback = 'no'"),
         ({"method": "sign", "compressed_stages": 3}, "compressed_stages = 3"),
         ({"window": True}, "window = True"),
@@ -106,6 +108,11 @@ def test_bad_settings_are_one_line_with_key_file_and_fix(values: dict[str, Any],
     line = str(caught.value)
     assert message in line and "(in study.yaml); " in line and "\n" not in line
     assert "compression." + message.split(" (in")[0].removeprefix("unknown key ") in one_line(values, "compression.")
+
+
+def test_numbers_of_numpy_become_plain_for_checkpoints_are_read_without_it() -> None:
+    config = EDGCConfig.from_dict({"method": "topk", "density": np.float64(0.01)})
+    assert type(config.to_dict()["density"]) is float
 
 
 def one_line(values: dict[str, Any], prefix: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 
@@ -83,3 +85,39 @@ def test_resumed_run_follows_the_same_losses(cut: int) -> None:
     resumed.load_state_dict({**state, "controller": json.loads(json.dumps(state["controller"]))})
     reasons += run(resumed, cut + 1, WINDOW * WINDOWS)
     assert reasons == expected
+
+
+def test_a_tensor_is_told_as_its_number_without_the_graph_behind_it() -> None:
+    engine = new()
+    engine.add_loss(torch.tensor(2.0, requires_grad=True))
+    assert "2.0" in json.dumps(engine.monitor.window.state_dict())
+
+
+def test_a_state_stays_as_it_was_while_a_run_goes_on_from_it() -> None:
+    before, resumed = new(), new()
+    run(before, 1, WINDOW + 1)
+    state = before.state_dict()
+    kept = copy.deepcopy(state["controller"])
+    resumed.load_state_dict(state)
+    run(resumed, WINDOW + 2, 3 * WINDOW)
+    assert state["controller"] == kept
+
+
+@pytest.mark.parametrize("cut", [WINDOW - 1, 2 * WINDOW - 1, 2 * WINDOW])
+def test_settings_changed_in_a_window_find_the_ranks_that_they_would_have_had(cut: int) -> None:
+    schedule = EDGCConfig(
+        method="edgc", policy="schedule", schedule=[[0.0, 16], [0.5, 8]], window=WINDOW, warmup_fraction=0.0,
+        warmup_limit_fraction=0.0, min_compression_elements=64, entropy=CONFIG.entropy,
+    )  # fmt: skip
+    whole, before, resumed = (
+        Engine(config, stage=0, stages=[[(64, 96)]], iterations=4 * WINDOW)
+        for config in (schedule, dataclasses.replace(schedule, seed=1), schedule)
+    )
+    for iteration in range(1, cut + 1):
+        one_iteration(whole, iteration)
+        one_iteration(before, iteration)
+    resumed.load_state_dict(before.state_dict(), changed_settings=True)
+    for iteration in range(cut + 1, 4 * WINDOW + 1):
+        assert resumed.controller.plan(iteration).ranks == whole.controller.plan(iteration).ranks, iteration
+        one_iteration(whole, iteration)
+        one_iteration(resumed, iteration)

@@ -120,6 +120,13 @@ def test_a_state_of_another_model_is_refused_in_a_line(name: str, other: list[nn
     refused(lambda: trained.load_state_dict({}), "no state.taken")
 
 
+def test_a_policy_that_waits_for_losses_is_refused_where_none_are_told() -> None:
+    refused(
+        lambda: rehearsal({"name": "diloco", "every": 2}, {"method": "edgc", "policy": "loss", "r_max": 8}),
+        "policy loss",
+    )
+
+
 def test_averaged_gradients_owe_the_same_among_another_number_of_replicas() -> None:
     compression = {"method": "powersgd", "rank": 2}
     trained, wider = (rehearsal({"name": "every_step"}, compression, world=world) for world in (2, 3))

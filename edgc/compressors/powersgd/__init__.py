@@ -47,6 +47,8 @@ class LowRankConfig(CompressingConfig):
         super()._check()
         one_of("factor_dtype", self.factor_dtype, FACTOR_BITS)
         one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
+        known = self.orthonormal_q is None or isinstance(self.orthonormal_q, bool)
+        require(known, "orthonormal_q", self.orthonormal_q, "use true or false, or leave it out")
         if self.one_sided and self.orthonormal_q is not None:
             raise UserError("orthonormal_q: one-sided, the known factor always is", fix="leave out orthonormal_q")
 

@@ -61,7 +61,8 @@ class History:
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """History of its fields in JSON's types."""
         reference = tuple(state["reference"]) if state["reference"] else None
-        return cls(Means(**state["entropy"]), Means(**state["loss"]), reference)
+        entropy, loss = (Means(**{**state[kind], "first": list(state[kind]["first"])}) for kind in ("entropy", "loss"))
+        return cls(entropy, loss, reference)
 
     def state_dict(self) -> dict[str, Any]:
         """Fields in JSON's types."""
