@@ -98,7 +98,8 @@ def need(state: object, keys: Iterable[str], where: str) -> None:
 class Settings:
     """``from_dict`` / ``to_dict`` for a frozen dataclass of settings; nested settings are dictionaries.
 
-    On construction switches and sections are checked by their declaration, and floats made plain; the rest is for :meth:`_check`.
+    On construction switches and sections are checked by their declaration, and floats made plain; the rest is for
+    :meth:`_check`.
     """
 
     def __post_init__(self) -> None:
