@@ -338,7 +338,7 @@ def frozen_and_thawed() -> None:
 
 @case
 def loss_scales() -> None:
-    """With scales that are powers of two, and change, a run is that without, bit for bit."""
+    """With scales that are powers of two, and change, a run is that without, bit for bit; and goes on without."""
     for mesh, settings in ((mesh_of(2), POWERSGD), (mesh_of(1)["shard"], QUANTISED)):
         scaler, plain = Scaler(), Run(mesh, settings).train(0, 3)
         run = Run(mesh, settings, options={"scaler": scaler})
@@ -352,6 +352,13 @@ def loss_scales() -> None:
             run.optimizer.step()
         assert same(run.weights, plain.weights)
         assert run.handle.last.statistics.error_sq == plain.handle.last.statistics.error_sq > 0
+        states = [each.handle.state_dict() for each in (run, plain)]
+        run, plain = Run(mesh, settings), Run(mesh, settings)
+        for each, state in zip((run, plain), states, strict=True):
+            each.handle.load_state_dict(state)
+            loss_of(each.net, tokens(3)).backward()
+            each.optimizer.step()
+        assert same(run.weights, plain.weights)
 
 
 @case
