@@ -198,6 +198,19 @@ def over_all_ranks() -> None:
     again.optimizer.load_state_dict(momenta)
     again.handle.load_state_dict(state)
     assert same(again.train(2, 4).weights, through.weights)
+    # With other settings: no error feedback any more, or of some parameters, whose own goes along once, as it is.
+    none = Run(mesh, {**through.settings, "error_feedback": False})
+    none.handle.load_state_dict(state, changed_settings=True)
+    assert not none.handle.engine.errors
+    fewer = Run(mesh, {**through.settings, "min_compression_elements": 100})
+    fewer.handle.load_state_dict(state, changed_settings=True)
+    owed = copy.deepcopy(fewer.handle.engine.errors)
+    with poisoned(fewer.net, dist.get_rank() == 1):
+        loss_of(fewer.net, tokens(9)).backward()
+    assert fewer.handle.skipped == 1 and same(fewer.handle.engine.errors, owed)
+    with scattered(fewer) as gaps:
+        fewer.train(0, 2)
+    assert max(gaps) < 1e-6 and 0 < len(fewer.handle.engine.errors) < len(owed)
     # One rank of a run of one owes what all four did together.
     states = [torch.load(io.BytesIO(*one.values()), weights_only=True) for one in gather_objects(state)]
     with warnings.catch_warnings():
