@@ -1,8 +1,8 @@
 """FSDP2 over all ranks: its reduce-scatter in few bits, with error feedback.
 
 Matrices with enough entries are quantised; vectors and small matrices go as they are, in a message of their own at the
-same time, and take along what other settings have left of them. Rank w has the gradient G_w of all parameters and an error E_w of the same size, in fp32 (which is what it
-costs). Of each shard, which one rank owns::
+same time, and take along what other settings have left of them. Rank w has the gradient G_w of all parameters and an
+error E_w of the same size, in fp32 (which is what it costs). Of each shard, which one rank owns::
 
     M_w = G_w + E_w   is quantised and sent to the owner, who takes its own as it is
     R = mean_w(what arrived), in the gradients' type ;  E_w = what of M_w did not arrive ; the owner's: + W (mean - R)

@@ -135,7 +135,7 @@ def refuse(
         (layout.replicas is None, "needs replicas, and the model is sharded over all ranks", "give a 2-D mesh"),
         (optimizer is None, "needs the optimizer", "give optimizer=..."),
         (
-            scaler is not None,
+            scaler not in (None, False),
             "cannot be used with a GradScaler, which leaves out steps of one replica alone",
             "train in bf16 without one",
         ),

@@ -122,6 +122,10 @@ def refusals() -> None:
     for wrong, words in ((mesh["shard"], "different shards"), (mesh["replicate"].get_group(), "mesh[name]")):
         refused(lambda wrong=wrong: register(sharded(mesh["shard"]), low, replicas=wrong, **options), words)
     refused(lambda: register(sharded(mesh), low, iterations=9 + dist.get_rank()), "give the same on every rank")
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    refused(lambda: register(sharded(mesh, mp_policy=half), low, **options), "fp16", "scaler=False")
+    register(sharded(mesh, mp_policy=half), low, scaler=False, **options).remove()
+    refused(lambda: register(sharded(mesh), low, scaler=2.0**16, **options), "scaler = 65536.0", "or False")
     refused(
         lambda: register(sharded(mesh), EDGCConfig(method="powersgd", rank=4, compressed_stages=0.5), **options),
         "compressed_stages",
