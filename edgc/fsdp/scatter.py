@@ -286,10 +286,10 @@ class ScatterHandle(Handle):
 
 
 def refuse_method(config: EDGCConfig, units: Sequence[Unit]) -> None:
-    """Refuse what no reduce-scatter can be made of.
+    """Refuse what no reduce-scatter can be made of, and what is not measured over one.
 
     Raises:
-        UserError: naming the method and what to write instead.
+        UserError: naming the method or setting and what to write instead.
     """
     method = config.build()
     if isinstance(method, Estimates):
@@ -300,6 +300,10 @@ def refuse_method(config: EDGCConfig, units: Sequence[Unit]) -> None:
         what = f"method {config.method} {why} model that is sharded over all ranks is reduce-scattered"
         fix = "shard over a 2-D mesh, replicas by shards, to compress between replicas; or set method: quantize"
         raise UserError(what, where=WHERE, fix=fix)
+    for key in ("cost_gate", "record_full_entropy"):
+        if getattr(config, key, False):
+            what = f"{key} = True cannot be used with a model that is sharded over all ranks"
+            raise UserError(what, where=WHERE, fix=f"it is not measured over a reduce-scatter; set {key}: false")
     for unit in units:
         if not unit.by_rows:
             what = f"the unit of {unit.name} is sharded along another dimension than the first"

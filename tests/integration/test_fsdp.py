@@ -117,6 +117,9 @@ def refusals() -> None:
     refused(lambda: register(sharded(mesh_of(1)), EDGCConfig(method="topk"), **options), "topk", "method: quantize")
     estimates = EDGCConfig(method="quantize", ef21=True)
     refused(lambda: register(sharded(mesh_of(1)), estimates, **options), "ef21: false")
+    for key in ("cost_gate", "record_full_entropy"):
+        measured = partial(register, config=EDGCConfig(method="quantize", **{key: True}), **options)
+        refused(partial(measured, sharded(mesh_of(1))), f"{key} = True", f"set {key}: false")
     refused(lambda: register(sharded(mesh["shard"]), low, **options), "2 of 4 ranks", "replicas=mesh")
     refused(lambda: register(sharded(mesh), low, replicas=mesh["replicate"], **options), "leave replicas out")
     for wrong, words in ((mesh["shard"], "different shards"), (mesh["replicate"].get_group(), "mesh[name]")):
