@@ -23,7 +23,7 @@ from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group, refuse_differing
 from edgc.strategies.base import StrategyConfig, refuse_other_types
 from edgc.strategies.process import refuse_other_optimizer
-from edgc.training_loop import refuse_scaler, warn_of_scaler
+from edgc.training_loop import refuse_scaler, refuse_wrapper, warn_of_scaler
 
 _MARK = "edgc: is the node kept?"
 
@@ -208,6 +208,7 @@ def _refuse_strategy(
     if optimizer is None:
         raise UserError(f"strategy {strategy.name} needs the optimizer", where=where, fix="give optimizer=...")
     refuse_other_optimizer(where, parameters, optimizer)
+    refuse_wrapper(optimizer, where=where)
     if scaler not in (None, False):
         what = f"strategy {strategy.name} cannot be used with a GradScaler, which leaves out steps of one replica alone"
         raise UserError(what, where=where, fix="train in bf16 without one")

@@ -44,7 +44,7 @@ from tests.integration.fsdp_runs import (
     tokens,
     watched,
 )
-from tests.strategy_cases import settings_of
+from tests.strategy_cases import Wrapper, settings_of
 from tests.workers import refused, said, same
 
 KNOWN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # of torch 2.13
@@ -93,6 +93,15 @@ def resumed() -> None:
     refused(lambda: target.handle.load_state_dict(others), "shard", "this rank is")
     replica = dict(piece for piece in pieces if piece[0].startswith(f"shard{shard}") and piece[0] not in state)
     refused(lambda: target.handle.load_state_dict(replica), "save and load one state per rank")
+    [key] = state
+    for wrong, words in (
+        (None, "NoneType"),
+        ([None], "NoneType"),
+        (target.handle.placeholders(2), "placeholders"),
+        ({key: state[key][:-100]}, "cannot be read"),
+        ({key: "text"}, "cannot be read"),
+    ):
+        refused(lambda wrong=wrong: target.handle.load_state_dict(wrong), words)
     refused(lambda: Run(mesh, {"method": "sign", **SMALL}).handle.load_state_dict(state), "method quantize")
     # Of a run of one rank its state is those of all ranks.
     four = Run(mesh_of(1)["shard"], settings).train(0, 1).handle
@@ -110,7 +119,8 @@ def refusals() -> None:
     config, options = EDGCConfig(method="none"), {"iterations": 9}
     low = EDGCConfig.from_dict(POWERSGD)
     mesh, register = mesh_of(2), edgc.fsdp.register
-    refused(lambda: register(plain_net(), config, **options), "Net", "call fully_shard")
+    for wrong in (plain_net(), None):
+        refused(lambda wrong=wrong: register(wrong, config, **options), type(wrong).__name__, "call fully_shard")
     refused(lambda: register(sharded(mesh), POWERSGD, **options), "config", "EDGCConfig")
     refused(lambda: register(sharded(mesh_of(1)), low, **options), "powersgd", "factors", "2-D mesh")
     refused(lambda: register(sharded(mesh_of(1)["shard"]), low, **options), "powersgd", "2-D mesh")
@@ -313,6 +323,11 @@ def strategies() -> None:
     refused(lambda: register(net, config, **options), "diloco", "give optimizer")
     early = torch.optim.SGD(plain_net().parameters(), lr=0.1)
     refused(lambda: register(net, config, optimizer=early, **options), "diloco", "after fully_shard")
+    wrapper = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    for wrong, words in ((net, "no optimizer"), (wrapper, "optimizer.optimizer")):
+        # On one rank alone, while the others wait for its answer.
+        given = wrong if dist.get_rank() == 1 else wrapper.optimizer
+        refused(lambda given=given: register(net, config, optimizer=given, **options), words)
     alone, right = sharded(mesh_of(1)), torch.optim.SGD(net.parameters(), lr=0.1)
     refused(lambda: register(alone, config, optimizer=right, **options), "diloco", "2-D mesh")
     options["strategy"] = StrategyConfig.from_dict("dion")
