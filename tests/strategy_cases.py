@@ -48,6 +48,17 @@ class Odd(nn.Sequential):
         return super().forward(inputs) * self.scale + self.nothing.sum()
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, without hooks of its own, as Accelerate's is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
 def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Inputs of a replica's step, counted from 0."""
     return torch.randn(12, ROWS, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)

@@ -200,6 +200,8 @@ class Handle:
         # The tensors belong to the worker's stream, which alone uses and frees them.
         with torch.cuda.stream(stream):
             self.engine.load_state_dict(state["engine"], changed_settings=changed_settings)
+            if self._scaler is None:  # nobody else brings what is kept from the saved loss scale to that of now
+                self.engine.rescale(1.0)
         self._worker.skipped = state["skipped"]
         self._worker.replay(state["layout"])
 

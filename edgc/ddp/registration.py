@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import warnings
-import weakref
 from collections.abc import Mapping
-from functools import cache
-from types import FrameType
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -16,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from edgc.checks import integer
 from edgc.compressors.base import compressible, matrix_shape
-from edgc.config import CompressingConfig, EDGCConfig, refuse_stages
+from edgc.config import EDGCConfig, refuse_stages
 from edgc.ddp.hook import Handle, Slot, hook
 from edgc.ddp.strategy import StrategyHandle
 from edgc.engine import Engine, Matrix, Scaler
@@ -29,10 +23,9 @@ from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group, refuse_differing
 from edgc.strategies.base import StrategyConfig, refuse_other_types
 from edgc.strategies.process import refuse_other_optimizer
+from edgc.training_loop import refuse_scaler, refuse_wrapper, warn_of_scaler
 
 _MARK = "edgc: is the node kept?"
-_unscaled: weakref.WeakKeyDictionary[Handle, set[int]] = weakref.WeakKeyDictionary()
-"""Handles that were given no scaler, until their first step, with the ids of their parameters."""
 
 
 @overload
@@ -137,9 +130,8 @@ def register(
         slot.handle = handle
         handle.refuse_sparse(model.module)
         undo.pop_all()
-    if scaler is None and isinstance(config, CompressingConfig):
-        _watch_steps()
-        _unscaled[handle] = {id(parameter) for parameter in parameters.values()}
+    if scaler is None and dist.get_rank(group) == 0:
+        warn_of_scaler(handle, config, lambda handle: handle._names, where="edgc.ddp.register")
     return handle
 
 
@@ -159,37 +151,6 @@ def _attach(model: DistributedDataParallel, slot: Slot) -> None:
 def _slot_of(model: DistributedDataParallel) -> Slot | None:
     """The slot that a model was given when it was first registered."""
     return next((state for _, state in model._comm_hooks if isinstance(state, Slot)), None)
-
-
-@cache
-def _watch_steps() -> None:
-    # For good: torch goes through its hooks while they run, and none may leave then.
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Warn of a ``GradScaler`` that steps a model whose handle was not given one. Gradients do not show that they come
-    multiplied by a number, but a scaler makes the optimizer step itself."""
-    if not _unscaled:
-        return
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for handle in [handle for handle, watched in _unscaled.items() if not watched.isdisjoint(stepped)]:
-        del _unscaled[handle]
-        if handle.active and handle._rank == 0 and _scaler_steps():
-            what = "edgc.ddp.register was given no scaler, but a GradScaler makes the steps: error feedback and"
-            fix = "entropies follow its scale; give scaler=..., or scaler=False to leave it so"
-            warnings.warn(f"{what} {fix}", stacklevel=2)
-
-
-def _scaler_steps() -> bool:
-    """True if one of the callers is a method of a ``GradScaler`` that is enabled."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _agreed(
@@ -219,7 +180,7 @@ def _agreed(
         parameters = _parameters(model)
         integer("iterations", iterations, 1)
         refuse_stages(config, "edgc.ddp.register", "a plain data-parallel job")
-        _refuse_scaler(scaler, config, parameters)
+        refuse_scaler(scaler, config, {name: p.dtype for name, p in parameters.items()}, where=where)
         if strategy is not None and strategy.name != "every_step":
             _refuse_strategy(strategy, optimizer, scaler, parameters)
         shapes = [(name, matrix_shape(parameter.shape)) for name, parameter in parameters.items()]
@@ -237,16 +198,6 @@ def _agreed(
     return parameters
 
 
-def _refuse_scaler(scaler: object, config: EDGCConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse what is no loss scale, and fp16 where nobody has said whether there is one."""
-    if scaler is not None and scaler is not False and not callable(getattr(scaler, "scale", None)):
-        raise UserError(f"scaler = {scaler!r} is not valid", fix="give a GradScaler, or False")
-    half = [name for name, parameter in parameters.items() if parameter.dtype == torch.float16]
-    if half and scaler is None and isinstance(config, CompressingConfig):
-        fix = "give the GradScaler as scaler=..., or scaler=False if the loss is not scaled"
-        raise UserError(f"parameter {half[0]} is in fp16, and no scaler was given", where="edgc.ddp.register", fix=fix)
-
-
 def _refuse_strategy(
     strategy: StrategyConfig,
     optimizer: torch.optim.Optimizer | None,
@@ -257,6 +208,7 @@ def _refuse_strategy(
     if optimizer is None:
         raise UserError(f"strategy {strategy.name} needs the optimizer", where=where, fix="give optimizer=...")
     refuse_other_optimizer(where, parameters, optimizer)
+    refuse_wrapper(optimizer, where=where)
     if scaler not in (None, False):
         what = f"strategy {strategy.name} cannot be used with a GradScaler, which leaves out steps of one replica alone"
         raise UserError(what, where=where, fix="train in bf16 without one")

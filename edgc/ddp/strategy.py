@@ -42,11 +42,11 @@ class StrategyHandle(ProcessStrategy):
         group = own_group(model.process_group)
         try:
             super().__init__("edgc.ddp", parameters, config, settings, optimizer, iterations, group, looked_up)
+            self._hang()
         except BaseException:
             dist.destroy_process_group(group)
             raise
         self._slot = slot
-        self._hang()
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of DDP's in steps in which the strategy says so."""

@@ -249,6 +249,8 @@ class Handle:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._load_engine(chosen["engine"], changed_settings)
+            if self._scaler is None:  # nobody else brings what is kept from the saved loss scale to that of now
+                self.engine.rescale(1.0)
         self._skipped = int(chosen["skipped"])
 
     # What differs where the reduce-scatter itself is compressed (edgc.fsdp.scatter).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from edgc.fsdp.units import WHERE, Part, Unit, units_of
 from edgc.fsdp.whole import owners_of
 from edgc.runtime.groups import gather_objects, refuse_differing
 from edgc.strategies.base import StrategyConfig, refuse_other_types
+from edgc.training_loop import refuse_scaler, warn_of_scaler
 
 
 def register(
@@ -34,7 +35,7 @@ def register(
     *,
     iterations: int,
     replicas: Any = None,
-    scaler: Scaler | None = None,
+    scaler: Scaler | Literal[False] | None = None,
     strategy: StrategyConfig | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Handle | StrategyHandle:
@@ -51,6 +52,8 @@ def register(
         iterations: length of the run in backward passes that average (warm-up is a share of it).
         replicas: the 1-D mesh of the replicas, where ``fully_shard`` was given the 1-D mesh of the shards.
         scaler: the ``GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on all ranks.
+            False says that there is none, or one that is to be ignored; without it units that reduce in fp16 are
+            refused, and a ``GradScaler`` that makes the first step is warned of.
         strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
         optimizer: the one whose steps a strategy counts.
 
@@ -58,7 +61,8 @@ def register(
         UserError: for a model or settings that this cannot work with, on every rank.
 
     Warns:
-        UserWarning: on the first rank, if these settings will compress nothing in this model.
+        UserWarning: on the first rank, if these settings will compress nothing in this model, and if a ``GradScaler``
+            makes the steps that was not given.
     """
     units, layout = _agreed(model, config, iterations, replicas, scaler, strategy, optimizer)
     tables = embeddings(model)
@@ -68,7 +72,7 @@ def register(
         assert optimizer is not None
         handle = StrategyHandle(units, layout, config, strategy, optimizer, iterations, looked_up)
     elif layout.replicas is None:
-        handle = scattering = ScatterHandle(config, model, units, layout, scaler)
+        handle = scattering = ScatterHandle(config, model, units, layout, scaler or None)
         compresses = scattering.engine.method is None or any(_compressed(unit, config) for unit in units)
         if not compresses and dist.get_rank() == 0:
             warnings.warn(f"edgc: nothing is compressed in this run: {NO_MATRIX}", stacklevel=2)
@@ -85,8 +89,13 @@ def register(
             overlapped=units[0].device.type == "cuda",
             embeddings=looked_up,
         )
-        handle = Handle(engine, model, units, layout, scaler, owners=owners)
+        handle = Handle(engine, model, units, layout, scaler or None, owners=owners)
     handle.start()
+    if scaler is None and isinstance(handle, Handle) and dist.get_rank() == 0:
+        # As they are by then: torch may put others in the place of those of now.
+        warn_of_scaler(
+            handle, config, lambda handle: [p for unit in handle._units for p in unit.parameters.values()], where=WHERE
+        )
     return handle
 
 
@@ -132,13 +141,12 @@ def _agreed(
         refuse_waiting(units, layout)
         integer("iterations", iterations, 1)
         refuse_stages(config, WHERE, "FSDP2")
-        if scaler is not None and not callable(getattr(scaler, "scale", None)):
-            raise UserError(f"scaler = {scaler!r} is not valid", where=WHERE, fix="give a GradScaler")
+        refuse_scaler(scaler, config, {part.name: unit.dtype for unit in units for part in unit.parts}, where=WHERE)
         if strategy is not None and strategy.name != "every_step":
             refuse_strategy(strategy, units, layout, optimizer, scaler)
         elif layout.replicas is None:
             refuse_method(config, units)
-        settings = repr((config, iterations, scaler is None, strategy))
+        settings = repr((config, iterations, scaler in (None, False), strategy))
         parts = repr([(part.name, part.whole) for unit in units for part in unit.parts])
         found = units, layout
     except UserError as error:

@@ -1,8 +1,8 @@
 """FSDP2 over all ranks: its reduce-scatter in few bits, with error feedback.
 
 Matrices with enough entries are quantised; vectors and small matrices go as they are, in a message of their own at the
-same time. Rank w has the gradient G_w of all parameters and an error E_w of the same size, in fp32 (which is what it
-costs). Of each shard, which one rank owns::
+same time, and take along what other settings have left of them. Rank w has the gradient G_w of all parameters and an
+error E_w of the same size, in fp32 (which is what it costs). Of each shard, which one rank owns::
 
     M_w = G_w + E_w   is quantised and sent to the owner, who takes its own as it is
     R = mean_w(what arrived), in the gradients' type ;  E_w = what of M_w did not arrive ; the owner's: + W (mean - R)
@@ -75,6 +75,7 @@ class ScatterEngine:
         self.iteration, self.scale = 1, 1.0
         self.last: Iteration | None = None
         self._statistics, self._kept = Statistics(), dict[str, Tensor]()
+        self._sent = set[str]()  # whose error went along in this iteration, all of it
 
     @property
     def skips(self) -> int | Tensor:
@@ -100,9 +101,14 @@ class ScatterEngine:
         slots, lossy, dense = self._slots(parts, 8 * source.element_size())
         channel, source = Channel(self.group), source.view(self.world, -1)
         exact = source if not lossy else source.new_empty(self.world, dense)
-        for slot in slots if lossy else ():
-            if not slot.lossy:
+        for slot in slots:
+            if slot.lossy:
+                continue
+            if lossy:
                 exact[:, slot.columns] = source[:, slot.part.place]
+            if slot.part.name in self.errors:
+                exact[:, slot.columns] += self._error(slot.part.name, exact.device)
+                self._sent.add(slot.part.name)
         if exact.numel():
             channel.scatter_means([exact.view(-1)])
         work = torch.zeros(self.world, lossy, dtype=torch.float32, device=source.device)
@@ -181,13 +187,13 @@ class ScatterEngine:
                     torch.lerp(torch.zeros_like(kept) if last is None else last, kept, 1 - decay, out=kept)
                 if reset and self.iteration % reset == 0:
                     kept.zero_()
-            self.errors |= self._kept
+            self.errors = {name: e for name, e in self.errors.items() if name not in self._sent} | self._kept
         if skipped:
             self._statistics.gradient_sq = self._statistics.input_sq = self._statistics.error_sq = 0.0
         self._statistics.unscale(self.scale)
         self.last = Iteration(self.iteration, None, self._statistics, skipped=skipped)
         self.iteration += 1
-        self._statistics, self._kept = Statistics(), {}
+        self._statistics, self._kept, self._sent = Statistics(), {}, set()
 
     def rescale(self, scale: float) -> None:
         """Gradients come multiplied by ``scale`` from now on."""
@@ -213,7 +219,8 @@ class ScatterEngine:
         need(state["compressor"], ("errors",), "engine.compressor")
         self.iteration, self.scale = int(state["iteration"]), float(state["scale"])
         self.errors = {}
-        for name, whole in state["compressor"]["errors"].items():
+        keeps = self.method is not None and self.method.error_feedback
+        for name, whole in state["compressor"]["errors"].items() if keeps else ():
             rows = self.world * parts[name].padded[0]
             padded = whole.new_zeros(rows, *whole.shape[1:])
             padded[: len(whole)] = whole
@@ -279,10 +286,10 @@ class ScatterHandle(Handle):
 
 
 def refuse_method(config: EDGCConfig, units: Sequence[Unit]) -> None:
-    """Refuse what no reduce-scatter can be made of.
+    """Refuse what no reduce-scatter can be made of, and what is not measured over one.
 
     Raises:
-        UserError: naming the method and what to write instead.
+        UserError: naming the method or setting and what to write instead.
     """
     method = config.build()
     if isinstance(method, Estimates):
@@ -293,6 +300,10 @@ def refuse_method(config: EDGCConfig, units: Sequence[Unit]) -> None:
         what = f"method {config.method} {why} model that is sharded over all ranks is reduce-scattered"
         fix = "shard over a 2-D mesh, replicas by shards, to compress between replicas; or set method: quantize"
         raise UserError(what, where=WHERE, fix=fix)
+    for key in ("cost_gate", "record_full_entropy"):
+        if getattr(config, key, False):
+            what = f"{key} = True cannot be used with a model that is sharded over all ranks"
+            raise UserError(what, where=WHERE, fix=f"it is not measured over a reduce-scatter; set {key}: false")
     for unit in units:
         if not unit.by_rows:
             what = f"the unit of {unit.name} is sharded along another dimension than the first"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from edgc.checkpoints.rank_files import unreadable
 from edgc.errors import UserError
 from edgc.fsdp.layout import Layout
 
@@ -52,10 +53,14 @@ class Place(NamedTuple):
         """This place's own state in what was saved, or else those of its part in all replicas.
 
         Raises:
-            UserError: there is none, or only other replicas' of as many.
+            UserError: there is none, or only other replicas' of as many; or it cannot be read.
         """
         given = [saved] if isinstance(saved, Mapping) else saved
-        every = {key: value for each in given for key, value in each.items()}
+        for each in given if isinstance(given, Sequence) else [given]:
+            if not isinstance(each, Mapping):
+                what = f"this is not a saved state of edgc but {type(each).__name__}"
+                raise UserError(what, where="edgc.fsdp", fix="load what state_dict() returned")
+        every = {str(key): value for each in given for key, value in each.items()}
         mine = {key: value for key, value in every.items() if key.startswith(f"{self.part}.")}
         if not mine:
             what = f"the saved state has {', '.join(sorted(every)) or 'nothing'}, and this rank is {self.part}"
@@ -65,11 +70,16 @@ class Place(NamedTuple):
             what = f"the saved state is of {', '.join(sorted(others))}, and this rank is {self.key()}"
             raise UserError(what, where="edgc.fsdp", fix="save and load one state per rank")
         if self.key() in mine:
-            return _read(mine[self.key()])
-        return [_read(each) for each in mine.values()]
+            return _read(self.key(), mine[self.key()])
+        return [_read(key, each) for key, each in mine.items()]
 
 
-def _read(packed: bytes) -> dict[str, Any]:
-    # Of another rank's GPU it would else go there; whoever uses it moves it to its own.
-    state: dict[str, Any] = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+def _read(key: str, packed: bytes) -> dict[str, Any]:
+    try:
+        # Of another rank's GPU it would else go there; whoever uses it moves it to its own.
+        state: dict[str, Any] = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        what = f"the saved state {key} {unreadable(error)}" if packed else f"the saved state {key} is empty"
+        fix = "fill placeholders with dcp.load first, or use an older checkpoint"
+        raise UserError(what, where="edgc.fsdp", fix=fix) from None
     return state

@@ -26,7 +26,8 @@ from edgc.fsdp.state import Place, Saved
 from edgc.fsdp.units import WHERE, LocalShards, ShardsOnly, Unit
 from edgc.runtime.device import own_modes
 from edgc.strategies.base import StrategyConfig
-from edgc.strategies.process import ProcessStrategy
+from edgc.strategies.process import ProcessStrategy, refuse_no_optimizer
+from edgc.training_loop import refuse_wrapper
 
 
 class StrategyHandle(ProcessStrategy):
@@ -129,13 +130,16 @@ def refuse(
     Raises:
         UserError: naming the strategy and what to do.
     """
-    stepped = {id(p) for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
+    if optimizer is not None:
+        refuse_no_optimizer(WHERE, optimizer)
+        refuse_wrapper(optimizer, where=WHERE)
+    stepped = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
     trained = [p for unit in units for p in unit.parameters.values()]
     for used, what, fix in (
         (layout.replicas is None, "needs replicas, and the model is sharded over all ranks", "give a 2-D mesh"),
         (optimizer is None, "needs the optimizer", "give optimizer=..."),
         (
-            scaler is not None,
+            scaler not in (None, False),
             "cannot be used with a GradScaler, which leaves out steps of one replica alone",
             "train in bf16 without one",
         ),

@@ -210,7 +210,8 @@ def units_of(model: nn.Module) -> list[Unit]:
         UserError: for what cannot be reduced here.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    each = model.modules() if isinstance(model, nn.Module) else ()
+    modules = [module for module in each if isinstance(module, FSDPModule)]
     if model not in modules:
         what = f"edgc.fsdp.register was given a {type(model).__name__} that is not sharded"
         raise UserError(what, fix="call fully_shard on its layers and then on the model first")

@@ -338,7 +338,8 @@ def frozen_and_thawed() -> None:
 
 @case
 def loss_scales() -> None:
-    """With scales that are powers of two, and change, a run is that without, bit for bit."""
+    """With scales that are powers of two, and change, a run is that without, bit for bit; and goes on without. The
+    first rank warns of one that nobody gave."""
     for mesh, settings in ((mesh_of(2), POWERSGD), (mesh_of(1)["shard"], QUANTISED)):
         scaler, plain = Scaler(), Run(mesh, settings).train(0, 3)
         run = Run(mesh, settings, options={"scaler": scaler})
@@ -352,6 +353,22 @@ def loss_scales() -> None:
             run.optimizer.step()
         assert same(run.weights, plain.weights)
         assert run.handle.last.statistics.error_sq == plain.handle.last.statistics.error_sq > 0
+        states = [each.handle.state_dict() for each in (run, plain)]
+        run, plain = Run(mesh, settings), Run(mesh, settings)
+        for each, state in zip((run, plain), states, strict=True):
+            each.handle.load_state_dict(state)
+            loss_of(each.net, tokens(3)).backward()
+            each.optimizer.step()
+        assert same(run.weights, plain.weights)
+        for given in (None, False):
+            run = Run(mesh, settings, options={"scaler": given})
+            grows = torch.amp.GradScaler("cpu", init_scale=8.0)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                grows.scale(loss_of(run.net, tokens(0))).backward()
+                grows.step(run.optimizer)
+            told = sum("fsdp.register was given no scaler" in str(each.message) for each in warned)
+            assert told == (given is None and dist.get_rank() == 0)
 
 
 @case

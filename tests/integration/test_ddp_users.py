@@ -58,9 +58,10 @@ def registered(module: nn.Module, settings: dict[str, Any] | None = None, **opti
 
 @case
 def scales() -> None:
-    """A loss scale that is a power of two changes nothing, though it moves in the middle of windows, up and down."""
+    """A loss scale that is a power of two changes nothing, though it moves in the middle of windows, up and down; nor
+    does going on without one."""
 
-    def followed(method: str, scaler: torch.amp.GradScaler | None) -> tuple[list[Any], Tensor, dict[str, Tensor]]:
+    def followed(method: str, scaler: torch.amp.GradScaler | None) -> tuple[list[Any], Tensor, dict[str, Tensor], Any]:
         run, rows = run_of(SCALED[method], scaler), []
         for step in range(STEPS):
             if scaler is not None and step in (7, 13):
@@ -71,13 +72,19 @@ def scales() -> None:
             rows.append((last.rank, *row))
         scale, errors = run.handle.engine.entropy.scale, run.handle.engine.compressor.state_dict()["errors"]
         assert (scale > 1) == (scaler is not None) and errors
+        state = run.handle.state_dict()
         run.close()
-        return rows, run.weights, {name: error.double() / scale for name, error in errors.items()}
+        return rows, run.weights, {name: error.double() / scale for name, error in errors.items()}, state
 
     for method in SCALED:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=5)
         plain, scaled = followed(method, None), followed(method, scaler)
-        assert same(plain, scaled), method
+        assert same(plain[:3], scaled[:3]), method
+        without = run_of(SCALED[method])
+        without.handle.load_state_dict(scaled[3])
+        engine, saved = without.handle.engine, plain[3]["engine"]
+        assert engine.entropy.scale == 1 and same(engine.compressor.errors, saved["compressor"]["errors"]), method
+        without.close()
         if method in ("edgc", "edgc spectral"):
             assert len({row[0] for row in plain[0]} - {None}) >= 2, f"{method} does not act, so this would say little"
 

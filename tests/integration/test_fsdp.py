@@ -44,7 +44,7 @@ from tests.integration.fsdp_runs import (
     tokens,
     watched,
 )
-from tests.strategy_cases import settings_of
+from tests.strategy_cases import Wrapper, settings_of
 from tests.workers import refused, said, same
 
 KNOWN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # of torch 2.13
@@ -93,6 +93,15 @@ def resumed() -> None:
     refused(lambda: target.handle.load_state_dict(others), "shard", "this rank is")
     replica = dict(piece for piece in pieces if piece[0].startswith(f"shard{shard}") and piece[0] not in state)
     refused(lambda: target.handle.load_state_dict(replica), "save and load one state per rank")
+    [key] = state
+    for wrong, words in (
+        (None, "NoneType"),
+        ([None], "NoneType"),
+        (target.handle.placeholders(2), "placeholders"),
+        ({key: state[key][:-100]}, "cannot be read"),
+        ({key: "text"}, "cannot be read"),
+    ):
+        refused(lambda wrong=wrong: target.handle.load_state_dict(wrong), words)
     refused(lambda: Run(mesh, {"method": "sign", **SMALL}).handle.load_state_dict(state), "method quantize")
     # Of a run of one rank its state is those of all ranks.
     four = Run(mesh_of(1)["shard"], settings).train(0, 1).handle
@@ -110,18 +119,26 @@ def refusals() -> None:
     config, options = EDGCConfig(method="none"), {"iterations": 9}
     low = EDGCConfig.from_dict(POWERSGD)
     mesh, register = mesh_of(2), edgc.fsdp.register
-    refused(lambda: register(plain_net(), config, **options), "Net", "call fully_shard")
+    for wrong in (plain_net(), None):
+        refused(lambda wrong=wrong: register(wrong, config, **options), type(wrong).__name__, "call fully_shard")
     refused(lambda: register(sharded(mesh), POWERSGD, **options), "config", "EDGCConfig")
     refused(lambda: register(sharded(mesh_of(1)), low, **options), "powersgd", "factors", "2-D mesh")
     refused(lambda: register(sharded(mesh_of(1)["shard"]), low, **options), "powersgd", "2-D mesh")
     refused(lambda: register(sharded(mesh_of(1)), EDGCConfig(method="topk"), **options), "topk", "method: quantize")
     estimates = EDGCConfig(method="quantize", ef21=True)
     refused(lambda: register(sharded(mesh_of(1)), estimates, **options), "ef21: false")
+    for key in ("cost_gate", "record_full_entropy"):
+        measured = partial(register, config=EDGCConfig(method="quantize", **{key: True}), **options)
+        refused(partial(measured, sharded(mesh_of(1))), f"{key} = True", f"set {key}: false")
     refused(lambda: register(sharded(mesh["shard"]), low, **options), "2 of 4 ranks", "replicas=mesh")
     refused(lambda: register(sharded(mesh), low, replicas=mesh["replicate"], **options), "leave replicas out")
     for wrong, words in ((mesh["shard"], "different shards"), (mesh["replicate"].get_group(), "mesh[name]")):
         refused(lambda wrong=wrong: register(sharded(mesh["shard"]), low, replicas=wrong, **options), words)
     refused(lambda: register(sharded(mesh), low, iterations=9 + dist.get_rank()), "give the same on every rank")
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    refused(lambda: register(sharded(mesh, mp_policy=half), low, **options), "fp16", "scaler=False")
+    register(sharded(mesh, mp_policy=half), low, scaler=False, **options).remove()
+    refused(lambda: register(sharded(mesh), low, scaler=2.0**16, **options), "scaler = 65536.0", "or False")
     refused(
         lambda: register(sharded(mesh), EDGCConfig(method="powersgd", rank=4, compressed_stages=0.5), **options),
         "compressed_stages",
@@ -198,6 +215,19 @@ def over_all_ranks() -> None:
     again.optimizer.load_state_dict(momenta)
     again.handle.load_state_dict(state)
     assert same(again.train(2, 4).weights, through.weights)
+    # With other settings: no error feedback any more, or of some parameters, whose own goes along once, as it is.
+    none = Run(mesh, {**through.settings, "error_feedback": False})
+    none.handle.load_state_dict(state, changed_settings=True)
+    assert not none.handle.engine.errors
+    fewer = Run(mesh, {**through.settings, "min_compression_elements": 100})
+    fewer.handle.load_state_dict(state, changed_settings=True)
+    owed = copy.deepcopy(fewer.handle.engine.errors)
+    with poisoned(fewer.net, dist.get_rank() == 1):
+        loss_of(fewer.net, tokens(9)).backward()
+    assert fewer.handle.skipped == 1 and same(fewer.handle.engine.errors, owed)
+    with scattered(fewer) as gaps:
+        fewer.train(0, 2)
+    assert max(gaps) < 1e-6 and 0 < len(fewer.handle.engine.errors) < len(owed)
     # One rank of a run of one owes what all four did together.
     states = [torch.load(io.BytesIO(*one.values()), weights_only=True) for one in gather_objects(state)]
     with warnings.catch_warnings():
@@ -293,6 +323,11 @@ def strategies() -> None:
     refused(lambda: register(net, config, **options), "diloco", "give optimizer")
     early = torch.optim.SGD(plain_net().parameters(), lr=0.1)
     refused(lambda: register(net, config, optimizer=early, **options), "diloco", "after fully_shard")
+    wrapper = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    for wrong, words in ((net, "no optimizer"), (wrapper, "optimizer.optimizer")):
+        # On one rank alone, while the others wait for its answer.
+        given = wrong if dist.get_rank() == 1 else wrapper.optimizer
+        refused(lambda given=given: register(net, config, optimizer=given, **options), words)
     alone, right = sharded(mesh_of(1)), torch.optim.SGD(net.parameters(), lr=0.1)
     refused(lambda: register(alone, config, optimizer=right, **options), "diloco", "2-D mesh")
     options["strategy"] = StrategyConfig.from_dict("dion")

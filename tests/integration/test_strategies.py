@@ -18,6 +18,7 @@ from edgc.ddp.strategy import StrategyHandle
 from edgc.strategies import StrategyConfig
 from tests.strategy_cases import (
     EXAMPLES,
+    Wrapper,
     batch,
     distance,
     loss,
@@ -76,6 +77,8 @@ def refusals() -> None:
     refused(lambda: edgc.register(wrapped, config, iterations=9, strategy=diloco), "give optimizer=")
     elsewhere = options | {"optimizer": optimizer_of("diloco")(wrapped if rank else network())}
     refused(lambda: edgc.register(wrapped, config, strategy=diloco, **elsewhere), "does not step 0.weight")
+    around = options | {"optimizer": Wrapper(options["optimizer"])}
+    refused(lambda: edgc.register(wrapped, config, strategy=diloco, **around), "Wrapper", "give", "optimizer.optimizer")
     scaled = options | {"scaler": torch.amp.GradScaler("cpu")}
     refused(lambda: edgc.register(wrapped, config, strategy=diloco, **scaled), "diloco", "GradScaler")
     other = StrategyConfig.from_dict({"name": "diloco", "every": 2 + rank})
