@@ -338,18 +338,22 @@ class Rehearsal:
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all replicas, to go on exactly with :meth:`load_state_dict` of a rehearsal that was made alike."""
-        return {
-            "taken": self.taken,
-            "skipped": self.skipped,
-            "measured": {"sent": self._sent(), "entropy": self.entropy, "mean_error": self.mean_error},
+        """Copy of the state of all replicas, to go on exactly with :meth:`load_state_dict` of a rehearsal that was made
+        alike."""
+        in_use = {
             "models": [model.state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "engines": [engine.state_dict() for engine in self.engines],
             "shared": self.strategies[0].shared_state(),
             "own": [strategy.own_state() for strategy in self.strategies],
             "random": self._random,
             "buckets": self._buckets,
+        }
+        return {
+            "taken": self.taken,
+            "skipped": self.skipped,
+            "measured": {"sent": self._sent(), "entropy": self.entropy, "mean_error": self.mean_error},
+            "engines": [engine.state_dict() for engine in self.engines],  # copies
+            **copy.deepcopy(in_use),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

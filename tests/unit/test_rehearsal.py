@@ -146,6 +146,15 @@ def test_averaged_weights_are_the_mean_of_replicas() -> None:
         assert torch.allclose(p, torch.stack([weights(trained, rank)[name] for rank in range(3)]).mean(0))
 
 
+@pytest.mark.parametrize(("strategy", "compression"), [(EVERY, LOW), ({"name": "diloco", "every": 3}, None)])
+def test_a_state_that_is_kept_in_memory_stays_what_it_was(strategy: Any, compression: Any) -> None:
+    trained = train(rehearsal(strategy, compression, make=adamw), 2)
+    kept, first = trained.state_dict(), weights(train(trained, 2))
+    trained.load_state_dict(kept)
+    again = weights(train(trained, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 def test_the_path_of_a_gpu_gives_what_the_hosts_gives() -> None:
     """A step that is not finite is left out there, too."""
     runs = []
