@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from edgc.checkpoints.saved_state import merge
 from edgc.checks import integer, need, number
 from edgc.compressors.base import Gradient
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, refuse_stages
 from edgc.engine import Engine
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
@@ -100,6 +100,7 @@ class Rehearsal:
         self.loss, self.clip = loss, clip
         self.device = checked(model, optimizer)
         refuse_times(self.config)
+        refuse_stages(self.config, WHERE, "a rehearsal")
         self.room = Room(self.replicas, self.device)
         self.taken = self.skipped = 0
         self.entropy = self.mean_error = math.nan

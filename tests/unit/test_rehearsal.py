@@ -240,6 +240,9 @@ def test_mistakes_are_answered_in_a_line() -> None:
     for settings in ({"method": "edgc"}, {**LOW, "cost_gate": True}):
         config = EDGCConfig.from_dict(settings)
         refused(partial(plain, model, config=config), "a rehearsal has none; ")
+    for preset, words in (("optimus_cc", "pipeline.rank = 16"), ("optimus_cc_stages", "compressed_stages = 0.75")):
+        config = EDGCConfig.from_dict({"preset": preset})
+        refused(partial(plain, model, config=config), f"{words} cannot be used", "a rehearsal has one stage")
     refused(lambda: plain(model, config={"method": "bf16"}), "config is of type dict", "from_dict")
     refused(lambda: plain(model, strategy="diloco"), "strategy is of type str", "from_dict")
     no_loss = Rehearsal(model, optimizer=sgd(model), replicas=2)
