@@ -169,6 +169,13 @@ def test_the_path_of_a_gpu_gives_what_the_hosts_gives() -> None:
     assert distance(weights(runs[0]), weights(runs[1])) < 1e-4
 
 
+def test_batches_that_are_generated_a_loss_in_one_dimension_and_a_seed_below_zero() -> None:
+    torch.manual_seed(-1)
+    usual, odd = plain(network()), plain(network(), loss=lambda model, inputs: loss(model, inputs).view(1))
+    assert odd.step(batch(0, rank) for rank in range(2)) == usual.step(batches(0))
+    assert distance(weights(odd), weights(usual)) == 0
+
+
 def test_deterministic_algorithms_and_autocast_of_the_caller_are_left_alone() -> None:
     expected = weights(train(rehearsal(EVERY, LOW), 2))
     torch.use_deterministic_algorithms(True)
@@ -247,6 +254,13 @@ def test_mistakes_are_answered_in_a_line() -> None:
     refused(lambda: plain(model, strategy="diloco"), "strategy is of type str", "from_dict")
     no_loss = Rehearsal(model, optimizer=sgd(model), replicas=2)
     refused(lambda: no_loss.step(batches(0)), "Tensor", "give loss=")
+    for returned in (0.5, None, torch.ones(2)):
+        own = plain(model, loss=lambda *_, returned=returned: returned)
+        refused(partial(own.step, batches(0)), f"loss returned {type(returned).__name__}", "a tensor of one number")
+    local, before = rehearsal(DILOCO), weights(trained)
+    refused(lambda: trained.load_state_dict(train(local, 1).state_dict()), "another strategy", "this one averages")
+    refused(lambda: local.load_state_dict(trained.state_dict()), "another strategy", "averages no gradients")
+    assert all(torch.equal(before[name], p) for name, p in weights(trained).items())
     table = nn.Embedding(4, 4, sparse=True)
     sparse = plain(table, loss=lambda net, tokens: net(tokens).sum())
     refused(lambda: sparse.step([torch.tensor([1])] * 2), "sparse")
@@ -328,6 +342,9 @@ def swapped():
     model, optimizer, batches, loss = make()
     return model, batches, optimizer, loss
 
+def lossless():
+    return (*make()[:3], 3)
+
 class Pair(typing.NamedTuple):
     x: torch.Tensor
 
@@ -353,6 +370,9 @@ def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other.write_text("a,b\n", encoding="utf-8")
     for arguments, words in (
         ([f"{text}:make"], "no Python file"),
+        ([f"{file}:lossless", *few], "a loss that is 3"),
+        (["--seed", "-1"], "--seed = -1"),
+        (["--seed", "9" * 20], "use a whole number of at least 0"),
         ([f"{file}:none", *few], "batches that are None"),
         ([f"{file}:swapped", *few], "batches that are SGD"),
         ([f"{file}:make", *few, "--table", str(other)], "other columns"),
