@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if report is not None:
-        print(json.dumps(plain(report), indent=2) if options.json else text(report, local))
+        print(as_json(report) if options.json else text(report, local))
     return 0
 
 
@@ -246,12 +246,15 @@ class Link:
 
 
 def break_even(dense: Cost, compressed: Cost, latency: float) -> float:
-    """Bandwidth in bytes per second below which ``compressed`` is the faster one; 0 if never, ``inf`` if always."""
+    """Bandwidth in bytes per second below which ``compressed`` is the faster one; ``inf`` if always, 0 if never.
+
+    What saves no bytes never is: that it took less time is chance.
+    """
     saved = dense.bytes - compressed.bytes
+    if saved <= 0:
+        return 0.0
     lost = compressed.seconds - dense.seconds + (compressed.rounds - dense.rounds) * latency
-    if lost <= 0:
-        return math.inf if saved >= 0 else 0.0
-    return max(0.0, saved / lost)
+    return saved / lost if lost > 0 else math.inf
 
 
 def assess(
@@ -285,8 +288,9 @@ def assess(
             pays = f"pays below {limit:.3g} Gbit/s" if limit > 0 else "pays at no bandwidth"
             pays = "pays at any bandwidth" if limit == math.inf else pays
             verdicts.append(f"{at} {row['method']} would take {ratio:.2f}x of dense; {pays}")
-    best = min(methods[1:], key=lambda row: float(row["of_dense"]))
-    if best["of_dense"] >= 1:
+    saving = [row for row in methods[1:] if row["bytes"] < rows[0]["bytes"]]
+    best = min(saving, key=lambda row: float(row["of_dense"]), default=None)
+    if best is None or best["of_dense"] >= 1:
         verdicts.append(f"compression would not pay {at}")
     else:
         verdicts.append(f"compression would pay {at}: fastest is {best['method']}, {best['of_dense']:.2f}x of dense")
@@ -300,6 +304,13 @@ def assess(
         "points": [list(point) for point in points],
     }
     return {**machine, "network": network, "methods": methods, "verdicts": verdicts}
+
+
+def as_json(report: dict[str, Any]) -> str:
+    """The report for programs: a ``pays_below_gbit`` of "inf" is not dense's null, other infinite numbers are null."""
+    limitless = {"pays_below_gbit": "inf"}
+    rows = [{**row, **(limitless if row["pays_below_gbit"] == math.inf else {})} for row in report["methods"]]
+    return json.dumps(plain({**report, "methods": rows}), indent=2)
 
 
 def text(report: dict[str, Any], local: bool) -> str:

@@ -36,6 +36,7 @@ class CompressionCallback(Callback):
         self.config, self.iterations = config, iterations
         self.handle: Handle | None = None
         self._saved: Any = None
+        self._last: Any = None  # state of this rank at the end of the last fit
         self._sharded: Any = None  # the root of what FSDP2 shards
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,7 +47,7 @@ class CompressionCallback(Callback):
         model = trainer.strategy.model
         self.handle = register(model, self.config, iterations=int(steps), scaler=scaler)
         self._sharded = sharded(model)
-        saved, self._saved = self._saved, None
+        saved, self._saved, self._last = self._saved, None, None
         if saved is not None:
             self.handle.load_state_dict(saved)
         elif trainer.global_step > 0 and trainer.is_global_zero:
@@ -64,19 +65,28 @@ class CompressionCallback(Callback):
                 logger.log_metrics(metrics(self.handle), step=trainer.global_step)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.handle is None or not self.handle.active:
+        state = self._state() or self._last
+        # After a fit the processes may have parted, or this be another trainer, of one of them.
+        if state is None or not dist.is_initialized() or dist.get_world_size() != trainer.world_size:
             return
-        state = tree_map_only(torch.Tensor, torch.Tensor.cpu, self.handle.state_dict())
         # Only the first rank writes; the others need not hold the states of all.
         states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(state, states)
         checkpoint[KEY] = states
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._last = None  # the weights are others now
         if trainer.state.fn == "fit":
             self._saved = checkpoint.get(KEY)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Later than on_train_end, in which Lightning may save a last checkpoint.
         if self.handle is not None:
+            self._last = self._state()
             self.handle.remove()
+
+    def _state(self) -> Any:
+        """State of this rank on the host; None outside a fit."""
+        if self.handle is None or not self.handle.active:
+            return None
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, self.handle.state_dict())

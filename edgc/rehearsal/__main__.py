@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edgc.checks import integer
+from edgc.checks import integer, require
 from edgc.config import EDGCConfig
 from edgc.errors import Parser, UserError
 from edgc.rehearsal import gpt
@@ -69,6 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for key in ("replicas", "steps", "micro_batches"):
         integer(f"--{key.replace('_', '-')}", getattr(options, key), 2 if key == "replicas" else 1)
+    require(0 <= options.seed < 2**63, "--seed", options.seed, "use a whole number of at least 0 and below 2**63")
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
@@ -126,6 +127,9 @@ def own_task(target: str) -> Task:
         raise UserError(f"{name} returned {type(made).__name__}", where=path, fix=fix)
     if not isinstance(made[2], Iterable):
         what, fix = f"{name} returned batches that are {made[2]!r}", "return an iterable of them"
+        raise UserError(what, where=path, fix=fix)
+    if len(made) == 4 and not callable(made[3]):
+        what, fix = f"{name} returned a loss that is {made[3]!r}", "return a function of the model and a batch"
         raise UserError(what, where=path, fix=fix)
     return Task(*made)
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from edgc.checkpoints.saved_state import merge
 from edgc.checks import integer, need, number
 from edgc.compressors.base import Gradient
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, refuse_stages
 from edgc.engine import Engine
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
@@ -41,10 +41,14 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
     else:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     loss = getattr(output, "loss", output)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not _one_number(loss):
         fix = "give loss=..., a function of the model and a batch"
         raise UserError(f"the model returned {type(output).__name__}, which is no loss", where=WHERE, fix=fix)
     return loss
+
+
+def _one_number(loss: object) -> bool:
+    return isinstance(loss, Tensor) and loss.numel() == 1
 
 
 class Rehearsal:
@@ -100,6 +104,7 @@ class Rehearsal:
         self.loss, self.clip = loss, clip
         self.device = checked(model, optimizer)
         refuse_times(self.config)
+        refuse_stages(self.config, WHERE, "a rehearsal")
         self.room = Room(self.replicas, self.device)
         self.taken = self.skipped = 0
         self.entropy = self.mean_error = math.nan
@@ -143,10 +148,8 @@ class Rehearsal:
         self._generators = [torch.device("cpu")]  # devices whose generators a model draws from
         if self.device.type == "cuda":
             self._generators.append(self.device)
-        self._random = [
-            [torch.Generator(d).manual_seed(torch.initial_seed() + rank).get_state() for d in self._generators]
-            for rank in range(self.replicas)
-        ]
+        seeds = [(torch.initial_seed() + rank) % 2**64 for rank in range(self.replicas)]
+        self._random = [[torch.Generator(d).manual_seed(seed).get_state() for d in self._generators] for seed in seeds]
 
     def _copy(self, rank: int) -> int:
         """Index of the model of a replica."""
@@ -167,15 +170,17 @@ class Rehearsal:
         """Bytes that a replica would send in a step without compression: gradients as they are, all-reduced."""
         return sum(all_reduce_bytes(p.nbytes, self.replicas) for p in self._parameters[0].values())
 
-    def step(self, batches: Sequence[Any]) -> float:
+    def step(self, batches: Iterable[Any]) -> float:
         """Train one step on one batch a replica; returns the mean of their losses.
 
         Args:
             batches: one a replica, each what ``loss`` takes, or with several ``micro_batches`` a sequence of these.
 
         Raises:
-            UserError: there are not as many batches as replicas, or micro-batches as were said.
+            UserError: there are not as many batches as replicas, or micro-batches as were said, or ``loss`` returned
+                something else.
         """
+        batches = list(batches)
         self._check_batches(batches)
         step = self.taken + 1
         came: list[str] = []  # names in the order in which backward comes by them, in which DDP cuts its buckets anew
@@ -239,9 +244,13 @@ class Rehearsal:
         model, total = self.models[self._copy(rank)], torch.zeros((), device=self.device)
         with self._own_random(rank):
             for each in batch if self.micro_batches > 1 else [batch]:
-                loss = self.loss(model, each) / self.micro_batches
+                loss = self.loss(model, each)
+                if not _one_number(loss):
+                    fix = "return a tensor of one number"
+                    raise UserError(f"loss returned {type(loss).__name__}, which is no loss", where=WHERE, fix=fix)
+                loss = loss / self.micro_batches
                 loss.backward()
-                total += loss.detach()
+                total += loss.detach().view(())
         return total
 
     def _taken_gradients(self, rank: int) -> dict[str, Tensor]:
@@ -338,18 +347,22 @@ class Rehearsal:
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all replicas, to go on exactly with :meth:`load_state_dict` of a rehearsal that was made alike."""
-        return {
-            "taken": self.taken,
-            "skipped": self.skipped,
-            "measured": {"sent": self._sent(), "entropy": self.entropy, "mean_error": self.mean_error},
+        """Copy of the state of all replicas, to go on exactly with :meth:`load_state_dict` of a rehearsal that was made
+        alike."""
+        in_use = {
             "models": [model.state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "engines": [engine.state_dict() for engine in self.engines],
             "shared": self.strategies[0].shared_state(),
             "own": [strategy.own_state() for strategy in self.strategies],
             "random": self._random,
             "buckets": self._buckets,
+        }
+        return {
+            "taken": self.taken,
+            "skipped": self.skipped,
+            "measured": {"sent": self._sent(), "entropy": self.entropy, "mean_error": self.mean_error},
+            "engines": [engine.state_dict() for engine in self.engines],  # copies
+            **copy.deepcopy(in_use),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -357,6 +370,10 @@ class Rehearsal:
         then redistributed, as under DDP, and what else was each one's own begins anew."""
         keys = ("taken", "skipped", "measured", "models", "optimizers", "engines", "shared", "own", "random", "buckets")
         need(state, keys, "state")
+        if bool(state["engines"]) != bool(self.engines):
+            averages = "averages gradients" if self.engines else "averages no gradients"
+            what = f"the saved state is of another strategy, and this one {averages}"
+            raise UserError(what, where=WHERE, fix="make the rehearsal with the same")
         state = copy.deepcopy(dict(state))
         self.entropy, self.mean_error = state["measured"]["entropy"], state["measured"]["mean_error"]
         for sent in self.room.sent:

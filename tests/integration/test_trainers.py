@@ -292,7 +292,7 @@ ends.append(trainer.strategy.model.state_dict())
 equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(*(end.values() for end in ends)))
 print("sharded", equal, iterations, callbacks[0].handle.last.iteration)
 """
-    more = f"{text.partition(END)[0]}{sharded}{scaled}{END}"
+    more = f"{text.partition(END)[0]}trainer.save_checkpoint('after.ckpt')\n{sharded}{scaled}{END}"
     program.write_text(more, encoding="utf-8")
     printed = launched(program, path=(lightning,))
     assert "scales 4096.0 4096.0 False" in printed and "sharded True 200 200" in printed
@@ -307,6 +307,7 @@ print("sharded", equal, iterations, callbacks[0].handle.last.iteration)
     assert len(sent) == 4 and all(0 < count < 0.25 * dense for count in sent)
     whole = torch.load(out / last, weights_only=True)
     assert [state["rank"] for state in whole["edgc"]] == [0, 1]
+    assert same(torch.load(tmp_path / "after.ckpt", weights_only=True)["edgc"], whole["edgc"])
     shutil.rmtree(tmp_path / "logs")
     (out / last).unlink()
     launched(program, f"out/{first}", path=(lightning,))

@@ -40,8 +40,9 @@ def test_a_link_is_what_its_smallest_and_largest_message_say() -> None:
 def test_break_even_divides_the_bandwidths(dense: Cost, compressed: Cost, latency: float, bandwidth: float) -> None:
     below = break_even(dense, compressed, latency)
     fixed = [cost.seconds + cost.rounds * latency for cost in (dense, compressed)]
-    if dense.bytes < compressed.bytes and fixed[1] < fixed[0]:
-        return  # sends more to save other time: no upper bound on the bandwidth, and not what compression does
+    if dense.bytes <= compressed.bytes and fixed[1] < fixed[0]:
+        assert below == 0  # sends no less and saves other time: not what compression does
+        return
     link = Link(latency, bandwidth)
     gain = link.seconds(dense) - link.seconds(compressed)
     slack = 1e-9 * (link.seconds(dense) + link.seconds(compressed))
@@ -94,6 +95,21 @@ def test_assess_calculates_at_the_assumed_or_measured_network() -> None:
     half = doctor.assess(MACHINE, POINTS, ROWS, 1.25e10)
     assert half["network"]["latency_source"] == "measured"
     assert half["verdicts"][-1] == "compression would not pay at 100 Gbit/s"
+
+
+def test_what_saves_no_bytes_is_not_advised_and_what_always_pays_is_told_in_json() -> None:
+    slow, equal, quick = (
+        dict(zip(KEYS, values, strict=True))
+        for values in (("dense", 0.0, 7e-4, 1e4, 1), ("rank 128", 0.0, 6e-4, 1e4, 1), ("bf16", 0.0, 6e-4, 5e3, 1))
+    )
+    common = {"rank": None, "seconds_measured": 1e-3}
+    rows = [{**common, **row} for row in (slow, equal, quick)]
+    alone = doctor.assess(MACHINE, POINTS, rows[:2], 1.25e9, 0.0)
+    assert alone["verdicts"][0].endswith("pays at no bandwidth")
+    assert alone["verdicts"][1] == "compression would not pay at 10 Gbit/s"
+    told = json.loads(doctor.as_json(doctor.assess(MACHINE, POINTS, rows, 1.25e9, 0.0)))
+    assert [row["pays_below_gbit"] for row in told["methods"]] == [None, 0, "inf"]
+    assert "fastest is bf16" in told["verdicts"][-1]
 
 
 # --------------------------------------------------------------------- command line

@@ -146,6 +146,15 @@ def test_averaged_weights_are_the_mean_of_replicas() -> None:
         assert torch.allclose(p, torch.stack([weights(trained, rank)[name] for rank in range(3)]).mean(0))
 
 
+@pytest.mark.parametrize(("strategy", "compression"), [(EVERY, LOW), ({"name": "diloco", "every": 3}, None)])
+def test_a_state_that_is_kept_in_memory_stays_what_it_was(strategy: Any, compression: Any) -> None:
+    trained = train(rehearsal(strategy, compression, make=adamw), 2)
+    kept, first = trained.state_dict(), weights(train(trained, 2))
+    trained.load_state_dict(kept)
+    again = weights(train(trained, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 def test_the_path_of_a_gpu_gives_what_the_hosts_gives() -> None:
     """A step that is not finite is left out there, too."""
     runs = []
@@ -158,6 +167,13 @@ def test_the_path_of_a_gpu_gives_what_the_hosts_gives() -> None:
             runs.append(train(trained, 2))
     assert [run.skipped for run in runs] == [1, 1]
     assert distance(weights(runs[0]), weights(runs[1])) < 1e-4
+
+
+def test_batches_that_are_generated_a_loss_in_one_dimension_and_a_seed_below_zero() -> None:
+    torch.manual_seed(-1)
+    usual, odd = plain(network()), plain(network(), loss=lambda model, inputs: loss(model, inputs).view(1))
+    assert odd.step(batch(0, rank) for rank in range(2)) == usual.step(batches(0))
+    assert distance(weights(odd), weights(usual)) == 0
 
 
 def test_deterministic_algorithms_and_autocast_of_the_caller_are_left_alone() -> None:
@@ -231,10 +247,20 @@ def test_mistakes_are_answered_in_a_line() -> None:
     for settings in ({"method": "edgc"}, {**LOW, "cost_gate": True}):
         config = EDGCConfig.from_dict(settings)
         refused(partial(plain, model, config=config), "a rehearsal has none; ")
+    for preset, words in (("optimus_cc", "pipeline.rank = 16"), ("optimus_cc_stages", "compressed_stages = 0.75")):
+        config = EDGCConfig.from_dict({"preset": preset})
+        refused(partial(plain, model, config=config), f"{words} cannot be used", "a rehearsal has one stage")
     refused(lambda: plain(model, config={"method": "bf16"}), "config is of type dict", "from_dict")
     refused(lambda: plain(model, strategy="diloco"), "strategy is of type str", "from_dict")
     no_loss = Rehearsal(model, optimizer=sgd(model), replicas=2)
     refused(lambda: no_loss.step(batches(0)), "Tensor", "give loss=")
+    for returned in (0.5, None, torch.ones(2)):
+        own = plain(model, loss=lambda *_, returned=returned: returned)
+        refused(partial(own.step, batches(0)), f"loss returned {type(returned).__name__}", "a tensor of one number")
+    local, before = rehearsal(DILOCO), weights(trained)
+    refused(lambda: trained.load_state_dict(train(local, 1).state_dict()), "another strategy", "this one averages")
+    refused(lambda: local.load_state_dict(trained.state_dict()), "another strategy", "averages no gradients")
+    assert all(torch.equal(before[name], p) for name, p in weights(trained).items())
     table = nn.Embedding(4, 4, sparse=True)
     sparse = plain(table, loss=lambda net, tokens: net(tokens).sum())
     refused(lambda: sparse.step([torch.tensor([1])] * 2), "sparse")
@@ -316,6 +342,9 @@ def swapped():
     model, optimizer, batches, loss = make()
     return model, batches, optimizer, loss
 
+def lossless():
+    return (*make()[:3], 3)
+
 class Pair(typing.NamedTuple):
     x: torch.Tensor
 
@@ -341,6 +370,9 @@ def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other.write_text("a,b\n", encoding="utf-8")
     for arguments, words in (
         ([f"{text}:make"], "no Python file"),
+        ([f"{file}:lossless", *few], "a loss that is 3"),
+        (["--seed", "-1"], "--seed = -1"),
+        (["--seed", "9" * 20], "use a whole number of at least 0"),
         ([f"{file}:none", *few], "batches that are None"),
         ([f"{file}:swapped", *few], "batches that are SGD"),
         ([f"{file}:make", *few, "--table", str(other)], "other columns"),
