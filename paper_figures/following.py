@@ -37,7 +37,7 @@ says "not tested" is of a policy that hardly moved: the rule is in ``experiments
 **The same question in every setting.** A panel a rival and a row a setting that has runs. Validation loss of EDGC
 minus that of the rival, paired by seed (nats; left of zero EDGC is better); bars are 95 % t intervals, small dots
 seeds; an open marker says that the bar holds zero. Two replicas of a GPT with one stage, unless the row says
-otherwise; *ranks 8 to 44* is the range that decides, *8 to 32* the one that was chosen first, *16 to 64* the paper's
+otherwise; ranks *8 to 44* are the range that decides, *8 to 32* the one that was chosen first, *16 to 64* the paper's
 own, by its share of bytes. *Reversed*, *falling*: EDGC's own ranks in reverse order, or sorted; *line*: straight down,
 from 4/3 to 2/3 of its mean rank. Within the margin: the 90 % interval, narrower than the bars, lies in the shaded band.
 Cannot tell: the rival costs less than twice the margin against no compression. Rows of int8 factors are shown where
@@ -64,9 +64,9 @@ MARKS = {rival: (colour, marker) for rival, (_, colour, _, marker) in ORDERS.ite
 }
 SETTINGS = {
     "": "GPT",
-    "one_": "ranks 8 to 44",
-    "one_low_": "ranks 8 to 32",
-    "one_wide_": "ranks 16 to 64",
+    "one_": "one stage, 8 to 44",
+    "one_low_": "one stage, 8 to 32",
+    "one_wide_": "one stage, 16 to 64",
     "muon_": "Muon",
     "two_": "two stages",
     "bert_": "BERT",

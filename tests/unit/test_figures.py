@@ -248,7 +248,7 @@ def test_every_setting_is_a_row_and_the_first_one_stands_for_the_study(tmp_path:
         [text.get_text() for text in draw("policies_settings", tmp_path / place).axes[1].get_yticklabels()]
         for place in ("3", "1")
     ]
-    assert rows == [["ranks 8 to 44", "ranks 16 to 64", "BERT"], ["GPT"]]
+    assert rows == [["one stage, 8 to 44", "one stage, 16 to 64", "BERT"], ["GPT"]]
     rivals = [
         [text.get_text() for text in draw("policies", tmp_path / place).axes[1].get_yticklabels()]
         for place in ("3", "1")
