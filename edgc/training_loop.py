@@ -1,4 +1,4 @@
-"""What drivers check of the user's training loop: its loss scale, also at the first step, and its optimizer."""
+"""Checks of the user's training loop: its loss scale, also at the first step, and its optimizer."""
 
 from __future__ import annotations
 

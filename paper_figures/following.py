@@ -20,7 +20,7 @@ TABLES = {
 }
 CAPTION = {
     "hero": """\
-**Is it worth following the entropy?** EDGC against rivals of the same bytes whose ranks follow nothing, in every
+**Is it worth following the entropy?** EDGC against two rivals of the same bytes that follow nothing, in every
 setting of the study ``policies``: validation loss of EDGC minus that of the rival of the same seed. Left of zero EDGC
 is better. A difference of 0.01 nats is about 1 % of perplexity. Points are means over seeds, bars 95 % t intervals;
 an open point says that the interval holds zero. Differences in the shaded band are too small to matter. What the rival
@@ -43,7 +43,7 @@ from 4/3 to 2/3 of its mean rank. Within the margin: the 90 % interval, narrower
 Cannot tell: the rival costs less than twice the margin against no compression. Rows of int8 factors are shown where
 there are at least five seeds. Last: the difference from the fixed rank over what that rank costs, a point a seed.""",
 }
-RIVALS = {"fixed rank": "one fixed rank", "falling": "its own ranks, sorted to fall", "line": "a straight line down"}
+RIVALS = {"fixed rank": "fixed rank", "falling": "its ranks, falling"}
 WIDE = 2.2  # columns, of a figure for a web page
 SEEDS = 5  # that a row of quantised factors needs
 SAME = "one fixed rank of the same bytes"
@@ -88,7 +88,7 @@ def hero(results: Path, page: str = "light") -> Figure:
         for row in rows.itertuples(index=False)
     ]
     forest(ax, rows, names, colour=style.FAMILIES["edgc"].colour)
-    ax.set_xlabel("validation loss: EDGC minus the other (nats; 0.01 nats are about 1 % of perplexity)")
+    ax.set_xlabel("validation loss: EDGC minus the other (nats; 0.01: about 1 % of perplexity)")
     ax.set_ylabel("EDGC against")
     for words, offset, align in (("← EDGC better", -4, "right"), ("EDGC worse →", 4, "left")):
         ax.annotate(words, (0, 1.0), (offset, 2), ("data", "axes fraction"), "offset points",

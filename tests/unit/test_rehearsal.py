@@ -254,9 +254,9 @@ def test_mistakes_are_answered_in_a_line() -> None:
     refused(lambda: plain(model, strategy="diloco"), "strategy is of type str", "from_dict")
     no_loss = Rehearsal(model, optimizer=sgd(model), replicas=2)
     refused(lambda: no_loss.step(batches(0)), "Tensor", "give loss=")
-    for returned in (0.5, None, torch.ones(2)):
-        own = plain(model, loss=lambda *_, returned=returned: returned)
-        refused(partial(own.step, batches(0)), f"loss returned {type(returned).__name__}", "a tensor of one number")
+    for answer in (0.5, None, torch.ones(2)):
+        own = plain(model, loss=lambda *_, answer=answer: answer)
+        refused(partial(own.step, batches(0)), f"loss returned {type(answer).__name__}", "a tensor of one number")
     local, before = rehearsal(DILOCO), weights(trained)
     refused(lambda: trained.load_state_dict(train(local, 1).state_dict()), "another strategy", "this one averages")
     refused(lambda: local.load_state_dict(trained.state_dict()), "another strategy", "averages no gradients")
