@@ -1,6 +1,7 @@
 """Training over links of limited bandwidth: steps measured and predicted, and runs raced to a loss."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,8 +23,7 @@ torch's hook and uncompressed averaging in the same round. Medians over rounds, 
 **Time to a fixed validation loss over slow links, by the clock**: the ci model with two data-parallel
 workers in network namespaces. The loss is what the uncompressed run of the same seed has after three
 quarters of its iterations; time is that of the steps, without start-up and evaluation. Markers are means
-over seeds, dots the runs, numbers the means. A method of which a run never got there says so and comes
-last.""",
+over seeds, dots the runs. A method of which a run never got there says so and comes last.""",
     "bench_steps": """\
 **Predicted against measured training steps**: data-parallel workers in network namespaces, each method at
 each limit. Predicted over measured seconds, less one: below zero the prediction is too low. It is told the step
@@ -101,26 +101,32 @@ def step_times(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
 
 
 def bench_race(results: Path) -> Figure:
-    """A panel per limit; methods by their time at the slowest; a dot per seed."""
+    """A row per method, by its time at the slowest limit; a marker per limit, a dot per seed."""
     files = TABLES["bench_race"]
     summary, runs = (inputs.read_benchmark(results / name, "the race", "bench-race (root only)") for name in files)
     rates = sorted(summary["mbit_per_s"].unique())
     slowest = summary[summary["mbit_per_s"] == rates[0]]
-    order = list(slowest.sort_values(["of_uncompressed", "place"], na_position="last", kind="stable")["method"])
-    fig, axes = style.figure(1, len(rates), height=0.3 * len(order) + 2.0, sharey=True)
-    for ax, rate in zip(axes, rates, strict=True):
-        race_times(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
-        ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
-    labels = dict(zip(summary["method"], summary["label"], strict=True))
-    texts.name_rows(fig, axes, [labels[name] for name in order])
+    order = slowest.sort_values(["of_uncompressed", "place"], na_position="last", kind="stable")
+    fig, (ax,) = style.figure(height=0.26 * len(order) + 1.5)
+    for rate, colour, marker in zip(rates, style.stage_colours(len(rates)), style.MARKERS, strict=False):
+        race_times(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], list(order["method"]),
+                   label=f"{rate:g} Mbit/s", color=colour, marker=marker)  # fmt: skip
+    never = summary[summary["reached"] == 0].groupby("method")["mbit_per_s"].agg(list)
+    for place, name in enumerate(order["method"]):
+        if limits := never.get(name):
+            words = "never there" if len(limits) == len(rates) else f"never at {', '.join(f'{r:g}' for r in limits)}"
+            ax.annotate(words, (0.02, place), va="center", fontsize=style.MIN_FONT)
+    ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
+    ax.set_yticks(range(len(order)), order["label"])
+    ax.set(xlabel="time to the loss (uncompressed = 1)", xlim=(0, None), ylim=(len(order) - 0.5, -0.5))
     note = texts.count_note(
         summary.loc[summary["reached"] > 0, "reached"],
-        "measured, two workers, uncompressed = 1; order: time at the slowest limit; "
+        "measured, two workers; order: time at the slowest limit; "
         "the loss: what the uncompressed run of the seed has at three quarters of its iterations",
         f"{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
-        bars="dots: runs, markers and numbers: means",
+        bars="dots: runs, markers: means",
     )
-    return texts.finish(fig, axes, quickest(summary, rates), note)
+    return texts.finish(fig, [], quickest(summary, rates), note, style.handles(ax), ncols=len(rates))
 
 
 def quickest(summary: pd.DataFrame, rates: list[float]) -> str:
@@ -135,22 +141,16 @@ def quickest(summary: pd.DataFrame, rates: list[float]) -> str:
     return "Quickest at " + ", at ".join(words)
 
 
-def race_times(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str]) -> None:
-    for place, name in enumerate(order):
-        row, look = summary[summary["method"] == name].iloc[0], style.by_name(name)
+def race_times(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str], **marks: Any) -> None:
+    """The methods' times at one limit; a method of which some runs never got there says how many."""
+    means = summary.set_index("method").loc[order]
+    ax.plot(means["of_uncompressed"], range(len(order)), linestyle="", markersize=4.5, **marks)
+    for place, (name, row) in enumerate(means.iterrows()):
         times = runs[runs["method"] == name]["of_uncompressed"].dropna()
-        ax.plot(times, [place] * len(times), ".", color=look.colour, markersize=3, alpha=0.7)
-        text = ""
-        if len(times):
-            ax.plot(row["of_uncompressed"], place, markersize=6, **look.marks())
-            text = f"{row['of_uncompressed']:.2f}"
-        if not row["reached"]:
-            text += "never there"
-        elif row["reached"] < row["seeds"]:
-            text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
-        texts.label_point(ax, text.strip(), (max([*times, 0.02]), place), (7, 0))
-    ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
-    ax.set_xlim(0, 1.35 * max(1.0, summary["highest"].max()))
+        ax.plot(times, [place] * len(times), ".", color=marks["color"], markersize=3, alpha=0.7)
+        if 0 < row["reached"] < row["seeds"]:
+            lost = f"({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
+            texts.label_point(ax, lost, (times.max(), place), (5, 0))
 
 
 def bench_steps(results: Path) -> Figure:

@@ -50,7 +50,8 @@ def draw(results: Path) -> Figure:
         hold(ax, near, runs)
     beyond = shown[~shown["variant"].isin(near["variant"])]
     extra = (blank(shown), off_the_scale(beyond), without_result(runs), texts.untested(runs))
-    note = texts.count_note(shown["n_ok"], *extra, bars="bars: 95 % t interval, dots: runs", scale=results.name)
+    bars = "bars: 95 % t interval (without a cap: cut off), dots: runs"
+    note = texts.count_note(shown["n_ok"], *extra, bars=bars, scale=results.name)
     return texts.finish(fig, [], finding(shown), note, style.handles(ax))
 
 
@@ -94,9 +95,9 @@ def hold(ax: Axes, drawn: pd.DataFrame, runs: pd.DataFrame) -> None:
 
 def off_the_scale(rows: pd.DataFrame) -> str:
     """Sentence on the variants that are not drawn, with what they lose and send."""
-    words = [f"{row['label']} {row['gap_nats_mean']:.2f} nats at {100 * row['bytes_ratio_mean']:.1f} %"
+    words = [f"{row['label']}: {row['gap_nats_mean']:.2f} at {100 * row['bytes_ratio_mean']:.1f}"
              for _, row in rows.sort_values("gap_nats_mean").iterrows()]  # fmt: skip
-    return f"Above the scale: {', '.join(words)}." if words else ""
+    return f"Above the scale (nats at % of bytes): {'; '.join(words)}." if words else ""
 
 
 def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame) -> None:
