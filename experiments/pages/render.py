@@ -39,7 +39,6 @@ from experiments.common.cli import main_guard
 from experiments.common.equivalence import interval, smallest_seen
 from experiments.common.files import KEPT, ROOT, atomic_write
 from experiments.common.yaml_settings import load_yaml
-from experiments.pages import columns as column_list
 from experiments.pages import paper
 from experiments.spec import matrix
 
@@ -211,7 +210,6 @@ def environment(page: Path) -> jinja2.Environment:
         "smallest_seen": smallest_seen,
         "price_of_moving": price_of_moving,
         "compare": functools.partial(compare, page),
-        "columns": lambda: paper.markdown_table(("column", "what it holds", "in"), column_list.described()),
         "yaml": lambda name: load_yaml(ROOT / name),
         **{name: getattr(parts, name) for name in ("settings", "outcome", "standing", "verdicts", "acted", "figure")},
     }
