@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,6 +149,25 @@ def train(trained: Rehearsal, steps: int, *, dtype: torch.dtype = torch.float32)
     for _ in range(steps):
         trained.step([batch(trained.taken, rank, dtype) for rank in range(trained.replicas)])
     return trained
+
+
+def follows(
+    strategy: Mapping[str, Any],
+    expected: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+    compression: Mapping[str, Any] | None = None,
+    *,
+    make: Make = adamw,
+    world: int,
+    within: float = 1e-10,
+) -> None:
+    """Assert that after 20 steps in float64 every replica has the weights that are expected of it, or of all."""
+    trained = rehearsal(strategy, compression, world=world, make=make, dtype=torch.float64)
+    train(trained, 20, dtype=torch.float64)
+    each = [expected] * world if isinstance(expected, Mapping) else expected
+    for rank, own in enumerate(each):
+        assert distance(weights(trained, rank), own) < within
+    mean = {name: torch.stack([own[name] for own in each]).mean(0) for name in each[0]}
+    assert distance(trained.mean_weights(), mean) < within
 
 
 def weights(trained: Rehearsal, replica: int = 0) -> dict[str, Tensor]:

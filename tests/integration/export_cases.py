@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from edgc.megatron import cpu_shims
 from experiments.spec.settings import RunConfig
-from tests.integration.megatron_cases import _iteration, configuration
+from tests.integration.megatron_cases import configuration, steps
 from tests.words import VOCABULARY
 
 with cpu_shims.without_compiler():
@@ -84,13 +84,7 @@ def train_and_save(root: str) -> dict[str, torch.Tensor | None]:
     found = {}
     for name, run in runs().items():
         session = build(run, VOCABULARY)
-        for iteration in range(3):
-            for chunk in session.chunks:
-                chunk.zero_grad_buffer()
-            session.optimizer.zero_grad()
-            _iteration(session, run, iteration, parallel_state.get_data_parallel_rank())
-            session.optimizer.step()
-            session.scheduler.step(increment=1)
+        steps(session, run, 0, 3)
         save_model(session.chunks, run, Path(root) / name / "checkpoint")
         found[name] = logits(session)
         session.attachment.close()

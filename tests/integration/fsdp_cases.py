@@ -1,4 +1,7 @@
-"""What an FSDP2 model of four ranks learns from gradients that replicas average: cases of ``test_fsdp.py``."""
+"""What an FSDP2 model of four ranks learns from gradients that replicas average.
+
+``test_fsdp.py`` runs these cases in its launch: ``pytest tests/integration/test_fsdp.py -k NAME``.
+"""
 
 from __future__ import annotations
 

@@ -18,11 +18,9 @@ from edgc.checkpoints.manifest import Manifest
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments.spec.settings import RunConfig
-from tests.integration.megatron_cases import _iteration, configuration, session_of
+from tests.integration.megatron_cases import configuration, session_of, steps
 
 with cpu_shims.without_compiler():
-    from megatron.core import parallel_state
-
     from edgc.megatron import checkpoint
     from experiments.training.build import Session
     from experiments.training.checkpoint import Checkpoints, Progress
@@ -67,19 +65,6 @@ RUNS = {
 }
 
 
-def steps(session: Session, first: int, last: int) -> list[float]:
-    """Train iterations ``first`` to ``last`` (from 1); the losses of this rank, nan before the last stage."""
-    replica, losses = parallel_state.get_data_parallel_rank(), []
-    for iteration in range(first, last + 1):
-        for chunk in session.chunks:
-            chunk.zero_grad_buffer()
-        session.optimizer.zero_grad()
-        losses.append(_iteration(session, session.run, iteration, replica))
-        session.optimizer.step()
-        session.scheduler.step(increment=1)
-    return losses
-
-
 def snapshot(session: Session, losses: list[float]) -> dict[str, Any]:
     """Copies of everything that has to repeat."""
     engine = session.attachment.engine
@@ -112,15 +97,15 @@ def save(session: Session, root: Path, log: Path) -> None:
 def interrupted(run: RunConfig, root: Path, log: Path) -> dict[str, Any]:
     """Without a stop, and with one after half of the steps, where both save: what is left then and at the end."""
     session = session_of(run)
-    begun = steps(session, 1, SAVED_AFTER)
+    begun = steps(session, run, 0, SAVED_AFTER)
     save(session, root, log)
     at_save = snapshot(session, begun)
-    undisturbed = snapshot(session, begun + steps(session, SAVED_AFTER + 1, STEPS))
+    undisturbed = snapshot(session, begun + steps(session, run, SAVED_AFTER, STEPS))
     session = session_of(run)
     found = Checkpoints(session, root, "fingerprint").resume()
     assert found is not None
     loaded = snapshot(session, [])
-    resumed = snapshot(session, begun + steps(session, found.iteration + 1, STEPS))
+    resumed = snapshot(session, begun + steps(session, run, found.iteration, STEPS))
     return {
         "undisturbed": undisturbed,
         "at_save": at_save,
@@ -192,7 +177,7 @@ def four_ranks(root: str) -> dict[str, Any]:
         log.write_text('{"event": "start"}\n')
     cases: dict[str, Any] = {name: interrupted(run, Path(root) / name, log) for name, run in RUNS.items()}
     session = session_of(run_of("dp4", DP4))
-    losses = steps(session, 1, SAVED_AFTER)
+    losses = steps(session, session.run, 0, SAVED_AFTER)
     save(session, Path(root) / "dp4", log)
     dp4 = snapshot(session, losses)
     return {"cases": cases, "dp4": dp4, "refusals": refusals(Path(root))}
@@ -207,5 +192,5 @@ def two_replicas(root: str) -> dict[str, Any]:
         iteration = checkpoint.load(Path(root) / "dp4" / CHECKPOINTS / f"iter_{SAVED_AFTER:07d}", session.attachment)
     loaded = snapshot(session, [])
     texts = [str(warning.message) for warning in caught if "edgc" in str(warning.message)]
-    more = snapshot(session, steps(session, iteration + 1, STEPS))
+    more = snapshot(session, steps(session, session.run, iteration, STEPS))
     return {"iteration": iteration, "loaded": loaded, "warnings": texts, "after": more}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -38,3 +41,18 @@ def kept_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 analyse(study, folder, archive.unpack(REFERENCE / scale / study, folder))
             (base / "kept.done").touch()
     return base / "kept"
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    """Put the ``Stand`` of a file of tests, made with what fails in it, in the place of Triton's kernels."""
+
+    def use(fails: str) -> Any:
+        kernels = request.module.Stand(fails)
+        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+        monkeypatch.setattr(kernels.__name__, kernels, raising=False)
+        monkeypatch.setattr("edgc.compressors.kernels._tried", {})
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        return kernels
+
+    return use

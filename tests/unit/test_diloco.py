@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
+from tests.strategy_cases import Workers, adamw, distance, follows, rehearsal, start, train, weights
 
 
 def reference(
@@ -29,8 +29,7 @@ def reference(
 @pytest.mark.parametrize("world", [2, 4])
 def test_diloco_is_its_algorithm(world: int) -> None:
     settings = {"name": "diloco", "every": 5, "lr": 0.7, "momentum": 0.9}
-    trained = train(rehearsal(settings, world=world, make=adamw, dtype=torch.float64), 20, dtype=torch.float64)
-    assert distance(weights(trained), reference(world, 20, 5, 0.7, 0.9)) < 1e-10
+    follows(settings, reference(world, 20, 5, 0.7, 0.9), world=world)
 
 
 def test_warm_up_is_data_parallel_and_moves_the_anchor() -> None:

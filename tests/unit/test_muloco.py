@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from edgc.optimizers import MuonAndAdamW, muon
-from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
+from tests.strategy_cases import Workers, adamw, distance, follows, rehearsal, start, train, weights
 from tests.unit.test_diloco import reference
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -24,9 +24,8 @@ def inner(tensors: Iterable[Tensor]) -> torch.optim.Optimizer:
 @needs_muon
 @pytest.mark.parametrize("world", [2, 4])
 def test_muloco_is_its_algorithm(world: int) -> None:
-    trained = rehearsal({"name": "muloco", "every": 5}, world=world, make=muon, dtype=torch.float64)
     expected = reference(world, 20, every=5, lr=0.9, momentum=0.8, inner=inner)
-    assert distance(weights(train(trained, 20, dtype=torch.float64)), expected) < 1e-8
+    follows({"name": "muloco", "every": 5}, expected, world=world, make=muon, within=1e-8)
 
 
 @pytest.mark.parametrize("world", [2, 4])

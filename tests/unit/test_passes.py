@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -84,19 +83,6 @@ class Stand(ModuleType):
 
     def _rounded(self, x: Tensor) -> Tensor:
         return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) if self.fails == "TF32" else x
-
-
-@pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Stand]:
-    def use(fails: str) -> Stand:
-        kernels = Stand(fails)
-        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-        monkeypatch.setattr(kernels.__name__, kernels, raising=False)
-        monkeypatch.setattr("edgc.compressors.kernels._tried", {})
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        return kernels
-
-    return use
 
 
 # --------------------------------------------------------------------- passes

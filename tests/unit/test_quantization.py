@@ -254,19 +254,6 @@ class Stand(ModuleType):
                 blocks.unpack_by_torch(message, part, weight, add or (summed and i > 0))
 
 
-@pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Stand]:
-    def use(fails: str) -> Stand:
-        kernels = Stand(fails)
-        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-        monkeypatch.setattr("edgc.runtime.block_kernels", kernels, raising=False)
-        monkeypatch.setattr("edgc.compressors.kernels._tried", {})
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        return kernels
-
-    return use
-
-
 def test_a_mean_takes_four_launches_of_kernels_for_any_number_of_ranks(stand: Callable[[str], Stand]) -> None:
     for bits in BITS:
         found = []

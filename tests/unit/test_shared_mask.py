@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.strategy_cases import distance, gradients, rehearsal, sgd, start, train, weights
+from tests.strategy_cases import follows, gradients, rehearsal, sgd, start, train, weights
 
 LR, DENSITY, B1, B2, EPS = 3e-3, 0.25, 0.9, 0.95, 1e-8
 
@@ -52,10 +52,7 @@ def reference(world: int, steps: int, every: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_shared_mask_is_its_algorithm(world: int, every: int) -> None:
     settings = {"name": "shared_mask", "density": DENSITY, "every": every}
-    trained = train(
-        rehearsal(settings, world=world, make=partial(sgd, lr=LR), dtype=torch.float64), 20, dtype=torch.float64
-    )
-    assert distance(weights(trained), reference(world, 20, every)) < 1e-10
+    follows(settings, reference(world, 20, every), world=world, make=partial(sgd, lr=LR))
 
 
 def test_matrices_that_are_all_small_are_averaged_in_full() -> None:

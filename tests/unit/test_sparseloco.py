@@ -15,7 +15,7 @@ from edgc.compressors.bits import pack_numbers, unpack_numbers
 from edgc.config import EDGCConfig
 from edgc.strategies.base import Replica, finished
 from edgc.strategies.sparseloco import SparseLoCo, SparseLoCoConfig
-from tests.strategy_cases import Workers, adamw, distance, rehearsal, start, train, weights
+from tests.strategy_cases import Workers, follows, start
 
 CHUNK, K, DECAY, LR = 8, 8, 0.95, 0.4
 
@@ -64,8 +64,7 @@ def reference(world: int, steps: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_sparseloco_is_its_algorithm(world: int) -> None:
     settings = {"name": "sparseloco", "every": 5, "k": K, "chunk": CHUNK}
-    trained = train(rehearsal(settings, world=world, make=adamw, dtype=torch.float64), 20, dtype=torch.float64)
-    assert distance(weights(trained), reference(world, 20)) < 1e-9
+    follows(settings, reference(world, 20), world=world, within=1e-9)
 
 
 def test_a_whole_chunk_costs_14_bits_an_entry_that_is_sent() -> None:
