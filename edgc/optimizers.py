@@ -58,6 +58,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
             self._parts.append(torch.optim.AdamW(others, **options))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if len(self.param_groups) == len(self._parts):  # those of the constructor
+            raise UserError("MuonAndAdamW takes no more parameters", where="edgc.optimizers", fix="give it all at once")
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters. Groups and state are this optimizer's own, so that schedulers and saved states see one;

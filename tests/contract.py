@@ -72,7 +72,7 @@ SETTINGS = (
     Setting(True, torch.bfloat16, 2, "transposed"),
     Setting(False, torch.float64, 1, "transposed", zeros=True, scale=1e15),
     Setting(True, torch.float16, 4, "flat"),
-    Setting(False, torch.float16, 2, "transposed"),
+    Setting(False, torch.float16, 2, "transposed", scale=4e3),  # what is owed may be above the largest number
     Setting(True, torch.float64, 1, "strided", scale=1e-30),
 )
 
@@ -96,6 +96,7 @@ def variants() -> Mapping[str, EDGCConfig]:
         {"factor_dtype": "bf16", "one_sided": True},
         {"factor_dtype": "int8", "orthonormal_q": False},
         {"ef21": True, "factor_dtype": "int8"},
+        {"one_sided": True, "refresh_every": 2},
     )
     for pair in more:
         settings[f"powersgd, {' '.join(map(str, pair.values()))}"] = {**settings["powersgd"], **pair}
@@ -291,7 +292,9 @@ def step_holds(team: Team, step: int, rank: int | None) -> list[Tensor]:
     assert all(same(result, results[0]) for result in results), "replicas differ"
     assert all(bool(part.isfinite().all()) for part in results[0])
     if rank is None:
-        assert not any(bool(error.any()) for own in kept for error in own), "an exact step sends all that is owed"
+        # But for what is above the largest number of fp16: that is still owed, as the sum below has it.
+        full = setting.dtype == torch.float16 and setting.scale > 1
+        assert full or not any(bool(error.any()) for own in kept for error in own), "an exact step sends all"
     owed, left, last = (
         [sum(parts) / setting.world for parts in zip(*every, strict=True)] for every in (brought, kept, before)
     )

@@ -271,9 +271,13 @@ class KeepsErrors(Compressor):
     def kept(self) -> Mapping[str, Tensor]:
         return self.errors
 
-    def rescale(self, factor: float) -> None:
+    def decay(self, factor: float) -> None:
+        """Let so much of the error feedback live on."""
         for error in self.errors.values():
             error.mul_(factor)
+
+    def rescale(self, factor: float) -> None:
+        self.decay(factor)
 
     def take_back(self, name: str, gradient: Tensor) -> None:
         ok = self.held.pop(name, None)
@@ -294,25 +298,39 @@ class KeepsErrors(Compressor):
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:
         owed = self._owed(gradients)
-        self._add_errors(owed)
-        self._forget(owed, torch.ones((), dtype=torch.bool, device="cpu"))
+        self._forget(owed, self._add_errors(owed), torch.ones((), dtype=torch.bool, device="cpu"))
 
-    def _add_errors(self, gradients: Sequence[Gradient]) -> None:
-        """Add what is kept of ``gradients``, of each of them something."""
+    def _add_errors(self, gradients: Sequence[Gradient]) -> list[Tensor | None]:
+        """Add what is kept of ``gradients``, of each of them something; returns what is above the largest number of
+        fp16, which has to stay."""
+        rests: list[Tensor | None] = []
         for gradient in gradients:
-            gradient.tensor.add_(self._error(gradient))
+            tensor, error = gradient.tensor, self._error(gradient)
+            if tensor.dtype != torch.float16:
+                tensor.add_(error)
+                rests.append(None)
+                continue
+            whole = tensor.float().add_(error)
+            bounded = within(whole.clone(), tensor.dtype)
+            rests.append((whole - bounded).to(error.dtype))
+            tensor.copy_(bounded.add_(whole * 0))  # a bound hides infinity, 0 times it does not
+        return rests
 
     def _error(self, gradient: Gradient) -> Tensor:
         """Error feedback of a gradient, on its device: a state may have been loaded on another one."""
         return kept_of(self.errors, gradient, "error feedback")
 
-    def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
-        """Clear the error feedback of ``gradients``, which has been sent, if ``ok``."""
-        for gradient in gradients:
-            if host_decides(ok.device):
+    def _forget(self, gradients: Sequence[Gradient], rests: Sequence[Tensor | None], ok: Tensor) -> None:
+        """Keep of ``gradients``, whose error feedback has been sent, the ``rests`` alone, if ``ok``."""
+        for gradient, rest in zip(gradients, rests, strict=True):
+            decides = host_decides(ok.device)
+            if rest is not None and (not decides or rest.is_cuda or rest.any()):  # nobody waits for a GPU
+                kept = rest if decides else torch.where(ok, rest, self._error(gradient))
+                self._then(partial(self.errors.__setitem__, gradient.name, kept))
+            elif decides:
                 self._then(partial(self.errors.__delitem__, gradient.name))
             else:
-                self._then(partial(self.errors[gradient.name].masked_fill_, ok, 0))
+                self._then(partial(self._error(gradient).masked_fill_, ok, 0))
 
 
 def compressible(shape: Sequence[int], min_elements: int, bits: int = 32) -> bool:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from edgc.checks import need, number, require
+from edgc.checks import number, require
 from edgc.compressors.base import Compressor, Gradient, KeepsErrors, Statistics, Steps, clones, within
 from edgc.config import ConstantConfig
+from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 
@@ -145,6 +146,7 @@ class Estimates(Compressor):
         return self.method.state_dict() | {key: clones(getattr(self, key)) for key in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        need(state, STATE, "compressor")
+        if "estimates" not in state:  # of what was not sent there estimates would be wrong by for ever
+            raise UserError("the saved state is of settings without ef21", fix="register with ef21: false")
         self.method.load_state_dict(state)
         self.velocities, self.estimates, self.started = (clones(state[key]) for key in STATE)

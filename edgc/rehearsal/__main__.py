@@ -234,8 +234,11 @@ class Writer:
 
 def train(options: argparse.Namespace) -> list[Run]:
     """Train the replicas, and with ``--compare`` as many without compression; a line on stderr says how far it is."""
-    method = {"method": options.method, **({} if options.rank is None else {"rank": options.rank})}
-    config = EDGCConfig.from_dict({**method, **settings(options.set, "--set")})
+    method, more = {"method": options.method, "rank": options.rank}, settings(options.set, "--set")
+    if twice := method.keys() & more.keys():
+        key = min(twice)
+        raise UserError(f"--set {key}= is another place for --{key}", fix=f"give --{key} alone")
+    config = EDGCConfig.from_dict({key: value for key, value in method.items() if value is not None} | more)
     name, *items = options.strategy
     strategy = StrategyConfig.from_dict({"name": name, **settings(items, "--strategy")})
     if options.clip is None and options.target is None:
@@ -287,6 +290,15 @@ def check_table(path: Path) -> None:
         raise UserError(f"--table {path} has other columns", fix="choose another file")
 
 
+def append(path: Path, values: dict[str, Any]) -> None:
+    """Add a row to the table. Raises ``UserError`` where there is no room for it."""
+    try:
+        with path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
+    except OSError as error:
+        raise UserError(f"--table cannot be written: {error}", fix="make room, or choose another file") from None
+
+
 def row(options: argparse.Namespace, run: Run) -> dict[str, Any]:
     """Results for a table."""
     report = run.rehearsal.report()
@@ -319,17 +331,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.table:
             check_table(options.table)
         runs = train(options)
+        print(runs[0].rehearsal.report())
+        for run, what in zip(runs, ("", " without compression"), strict=False):
+            held_out = run.validation()
+            text = f"loss of the last steps{what} {run.loss:.4f}"
+            print(text + (f", held out {held_out:.4f}" if math.isfinite(held_out) else ""))
+        if options.table:
+            append(options.table, row(options, runs[0]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(runs[0].rehearsal.report())
-    for run, what in zip(runs, ("", " without compression"), strict=False):
-        held_out = run.validation()
-        text = f"loss of the last steps{what} {run.loss:.4f}"
-        print(text + (f", held out {held_out:.4f}" if math.isfinite(held_out) else ""))
-    if options.table:
-        with options.table.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row(options, runs[0]))
     return 0
 
 

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgc.checks import number
+from edgc.compressors.base import KeepsErrors
 from edgc.compressors.quantization import Blocks
+from edgc.errors import UserError
 from edgc.lazy import Tensor
 from edgc.strategies.base import Asked, Replica, StrategyExample, dense_bytes
 from edgc.strategies.diloco import DiLoCo, DiLoCoConfig
@@ -68,10 +70,17 @@ class MuLoCo(DiLoCo):
 
     config: MuLoCoConfig
 
+    def __init__(self, config: MuLoCoConfig, replica: Replica) -> None:
+        if getattr(replica.config, "ef21", False):
+            what = "strategy muloco has error feedback that decays, and ef21 has estimates in its place"
+            raise UserError(what, fix="set compression.ef21: false")
+        super().__init__(config, replica)
+
     def end_round(self, deltas: dict[str, Tensor]) -> Asked:
         ok = yield from super().end_round(deltas)
         if ok:
             # Before the next delta is added, and not in a void round, which leaves the state as it was.
             for compressor in self.engine.compressors:
-                compressor.rescale(self.config.error_decay)
+                if isinstance(compressor, KeepsErrors):
+                    compressor.decay(self.config.error_decay)
         return ok

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from edgc.errors import UserError
 from edgc.optimizers import MuonAndAdamW, muon
 from tests.strategy_cases import Workers, adamw, distance, follows, rehearsal, start, train, weights
 from tests.unit.test_diloco import reference
+from tests.workers import same
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -65,6 +67,17 @@ def test_error_feedback_of_warm_up_decays_too() -> None:
     assert plain.warm_up.kept
 
 
+def test_what_decays_is_error_feedback_alone() -> None:
+    all_sent = {"method": "topk", "density": 1.0, "momentum": 0.5}  # nothing is owed, so nothing decays
+    one, other = (
+        train(rehearsal({"name": "muloco", "every": 2, "error_decay": decay}, all_sent, make=adamw), 8)
+        for decay in (1.0, 0.0)
+    )
+    assert same(weights(one), weights(other))
+    with pytest.raises(UserError, match=r"ef21.*set compression.ef21: false"):
+        rehearsal({"name": "muloco"}, {"method": "topk", "density": 0.25, "ef21": True}, make=adamw)
+
+
 @needs_muon
 def test_muon_scales_by_outputs_over_inputs_and_is_one_optimizer() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 16), nn.Linear(16, 4))
@@ -84,3 +97,5 @@ def test_muon_scales_by_outputs_over_inputs_and_is_one_optimizer() -> None:
         each(torch.tensor([0, 1])).square().sum().backward()
         steps.step()
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), twin_model.parameters(), strict=True))
+    with pytest.raises(UserError, match="give it all at once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

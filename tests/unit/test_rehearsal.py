@@ -383,6 +383,7 @@ def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([f"{file}:wrong"], "wrong returned int"),
         ([f"{file}:short", *few], "the batches have ended"),
         (["--set", "rank"], "--set rank is not valid"),
+        (["--method", "powersgd", "--set", "rank=9"], "give --rank alone"),
         (["--method", "edgc"], "a rehearsal has none"),
         (["--strategy", "dilocoo"], "use one of"),
         (["--device", "nowhere"], "nowhere"),
@@ -393,6 +394,16 @@ def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(line.startswith("step ") for line in progress)
         assert error.startswith("error: ") and words in error, error
     assert other.read_text(encoding="utf-8") == "a,b\n"
+
+
+def test_a_table_without_room_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN, encoding="utf-8")
+    monkeypatch.setattr(program, "check_table", lambda _: None)  # there was room before the training
+    assert program.main([f"{file}:make", "--replicas", "2", "--steps", "2", "--table", "/dev/full"]) == 2
+    assert "error: --table cannot be written" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

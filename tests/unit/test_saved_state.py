@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.checkpoints.saved_state import merge, refuse_other_parameters, state_for
+from edgc.compressors import Gradient
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from tests.lockstep import reduce_together
 from tests.workers import same
 
 
@@ -132,3 +135,18 @@ def test_the_same_number_of_ranks_takes_its_own_state_without_a_word() -> None:
 def test_states_that_do_not_fit_are_refused(saved: Any, world: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         state_for(saved, world=world, rank=0)
+
+
+def test_other_settings_of_a_method_begin_with_momentum_and_refuse_estimates() -> None:
+    plain, moving, estimating = (
+        EDGCConfig.from_dict({"method": "topk", "density": 0.5, "min_compression_elements": 1, **more}).build()
+        for more in ({}, {"momentum": 0.5}, {"ef21": True})
+    )
+    matrix = torch.arange(16.0).view(4, 4)
+    reduce_together([plain], [[Gradient("a", matrix.clone())]], 4)
+    moving.load_state_dict(plain.state_dict())
+    assert same(moving.kept, plain.kept) and plain.kept
+    reduce_together([moving], [[Gradient("a", matrix.clone())]], 4)
+    assert moving.state_dict()["velocities"]["a"].any()
+    with pytest.raises(UserError, match="without ef21"):
+        estimating.load_state_dict(plain.state_dict())

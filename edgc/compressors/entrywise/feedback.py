@@ -9,8 +9,8 @@ go dense in messages of their own at the same time. For worker w with gradient G
 
 so that mean_w(G_w + E_w) after equals mean_w(G_w + E_w) before. The second term is zero for fp32; for narrower types
 it keeps the rounding of the result from being lost. What goes dense takes its E along in the gradient's own type; E is
-empty then. If anything in the result is not finite, every worker sees so: the gradients of the call become NaN and the
-state stays as it was.
+empty then, but for what is above the largest number of fp16. If anything in the result is not finite, every worker sees
+so: the gradients of the call become NaN and the state stays as it was.
 
 Of an unused gradient (:class:`~edgc.compressors.base.Gradient`) a worker sends zeros, and K_w is all of M_w.
 
@@ -208,14 +208,15 @@ class Feedback(KeepsErrors):
             (lossy if through else dense).append(gradient)
         drained = self._owed(dense)
         advanced = self.velocities.replace(dense)
-        self._add_errors(drained)
+        rests = self._add_errors(drained)
         messages = dense_steps([gradient.tensor for gradient in dense], channel) if dense else iter(())
         next(messages, None)
         if not lossy:
             yield
             next(messages, None)
             ok = finite(_tensors(dense), gradients[0].tensor.device)
-            self._settle_dense(gradients, dense, drained, advanced, ok, statistics)
+            if self._settle_dense(gradients, dense, advanced, ok, statistics):
+                self._forget(drained, rests, ok)
             return
         flat = self._load(lossy, channel.world, statistics)
         advanced |= flat.velocities
@@ -227,7 +228,8 @@ class Feedback(KeepsErrors):
         next(messages, None)
         # The same bits on every worker, and so the same decision.
         ok = arrived & finite(_tensors(dense), arrived.device)
-        if self._settle_dense(gradients, dense, drained, advanced, ok, statistics):
+        if self._settle_dense(gradients, dense, advanced, ok, statistics):
+            self._forget(drained, rests, ok)
             self._finish(lossy, flat, write, ok, statistics)
 
     def compresses(self, tensor: Tensor, rank: int) -> bool:
@@ -237,13 +239,11 @@ class Feedback(KeepsErrors):
         self,
         gradients: Sequence[Gradient],
         dense: Sequence[Gradient],
-        drained: Sequence[Gradient],
         advanced: dict[str, Tensor],
         ok: Tensor,
         statistics: Statistics,
     ) -> bool:
-        """Forget what was sent along with ``dense`` and adopt the velocities ``advanced``, or give up ``gradients``;
-        whether to go on with the others."""
+        """Adopt the velocities ``advanced``, or give up ``gradients``; whether to go on."""
         if host_decides(ok.device):
             if not ok:
                 for gradient in gradients:
@@ -251,15 +251,12 @@ class Feedback(KeepsErrors):
                 statistics.gradient_sq = statistics.input_sq = 0.0
                 statistics.skipped += 1
                 return False
-            self._forget(drained, ok)
             self._then(partial(self.velocities.adopt, advanced))
             return True
         self.velocities.keep_old(advanced, ok)
         self._then(partial(self.velocities.adopt, advanced))
         for gradient in dense:
             gradient.tensor.masked_fill_(~ok, math.nan)
-        for gradient in drained:
-            self._then(partial(self._error(gradient).masked_fill_, ok, 0))
         statistics.gradient_sq, statistics.input_sq = (
             torch.where(ok, norm, 0.0) if isinstance(norm, torch.Tensor) else norm
             for norm in (statistics.gradient_sq, statistics.input_sq)
@@ -368,11 +365,11 @@ class Feedback(KeepsErrors):
         return {"errors": clones(self.errors), "counts": dict(self.counts), **velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        momentum = self.velocities.momentum > 0
-        need(state, ("errors", "counts", *(["velocities"] if momentum else [])), "compressor")
+        need(state, ("errors", "counts"), "compressor")
         self.errors = clones(state["errors"]) if self.error_feedback else {}
         self.counts, self.held = dict(state["counts"]), {}
-        self.velocities.tensors = clones(state["velocities"]) if momentum else {}
+        # None in a state of settings without momentum, which may be changed: velocities then begin.
+        self.velocities.tensors = clones(state.get("velocities", {})) if self.velocities.momentum else {}
 
 
 def _square_sum(vector: Tensor) -> float | Tensor:

@@ -94,8 +94,7 @@ class PowerSGD(KeepsErrors):
             self.held.pop(gradient.name, None)
         plain = [gradients[i] for i in work.plain]
         drained = self._owed(plain)
-        if drained:
-            self._add_errors(drained)
+        rests = self._add_errors(drained)
         dense = [gradient.tensor for gradient in plain]
         if work.groups:
             members = [[gradients[i] for i in places] for places in work.factored]
@@ -117,8 +116,7 @@ class PowerSGD(KeepsErrors):
             statistics.skipped = statistics.skipped + (~ok).int()
         if plain:
             work.dense.unpack()
-        if drained:
-            self._forget(drained, ok)
+        self._forget(drained, rests, ok)
         if refreshes and rank is not None:
             matrices = [gradient for gradient in gradients if self.compresses(gradient.tensor, rank)]
             self._then(partial(self._state.renew, [g.name for g in gradients], self._state.leading(matrices, rank, ok)))

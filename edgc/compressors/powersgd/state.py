@@ -55,13 +55,15 @@ def of_rank(factor: Tensor | None, rank: int, fresh: Callable[[int], Tensor]) ->
 
 
 def leading(matrix: Tensor, rank: int, start: Tensor) -> Tensor:
-    """The leading right singular vectors of a matrix m x n, n x r, nearly: block power iteration with more columns than
-    r, from ``start``, n x q (Halko et al., SIAM Review 2011); on a GPU the host may wait."""
+    """The leading right singular vectors of a matrix m x n, n x r, nearly, and of a norm of one together: as long as
+    their singular values have it, by which :func:`cut` knows them. Block power iteration with more columns than r, from
+    ``start``, n x q (Halko et al., SIAM Review 2011); on a GPU the host may wait."""
     basis = start
     for _ in range(_ROUNDS):
         basis = torch.linalg.qr(matrix.mT @ torch.linalg.qr(matrix @ basis).Q).Q
     left = torch.linalg.qr(matrix @ basis).Q
-    return torch.linalg.svd(left.mT @ matrix, full_matrices=False).Vh[:rank].mT
+    _, values, vectors = torch.linalg.svd(left.mT @ matrix, full_matrices=False)
+    return vectors[:rank].mT * (values[:rank] / values[:rank].norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 class State:
@@ -206,7 +208,8 @@ class State:
             columns, most = min(rank, *matrix.shape), min(rank + _OVERSAMPLING, *matrix.shape)
             fresh = partial(random_factor, self.seed, 0, name, matrix.shape[1])
             new = leading(matrix, columns, fresh(most).to(matrix.device))
-            last = of_rank(self.factors.get(name), columns, fresh).to(matrix.device)
+            known = self.factors.get(name) if self.sides.get(name, RIGHT) == RIGHT else None  # else it has m rows
+            last = of_rank(known, columns, fresh).to(matrix.device)
             found[name] = torch.where(square_sums([matrix[None]])[0].to(matrix.device) > TINY_SQ, new, last)
         return found
 
