@@ -26,8 +26,7 @@ from edgc.fsdp.state import Place, Saved
 from edgc.fsdp.units import WHERE, LocalShards, ShardsOnly, Unit
 from edgc.runtime.device import own_modes
 from edgc.strategies.base import StrategyConfig
-from edgc.strategies.process import ProcessStrategy, refuse_no_optimizer
-from edgc.training_loop import refuse_wrapper
+from edgc.strategies.process import ProcessStrategy, refuse_loop
 
 
 class StrategyHandle(ProcessStrategy):
@@ -122,7 +121,7 @@ def refuse(
     settings: StrategyConfig,
     units: Sequence[Unit],
     layout: Layout,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     scaler: object,
 ) -> None:
     """Refuse what a strategy cannot work with, in one line.
@@ -130,19 +129,11 @@ def refuse(
     Raises:
         UserError: naming the strategy and what to do.
     """
-    if optimizer is not None:
-        refuse_no_optimizer(WHERE, optimizer)
-        refuse_wrapper(optimizer, where=WHERE)
-    stepped = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+    refuse_loop(settings, optimizer, scaler, where=WHERE)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [p for unit in units for p in unit.parameters.values()]
     for used, what, fix in (
         (layout.replicas is None, "needs replicas, and the model is sharded over all ranks", "give a 2-D mesh"),
-        (optimizer is None, "needs the optimizer", "give optimizer=..."),
-        (
-            scaler not in (None, False),
-            "cannot be used with a GradScaler, which leaves out steps of one replica alone",
-            "train in bf16 without one",
-        ),
         (
             settings.name == "dion",
             "makes orthonormal directions of whole matrices, and a rank has rows of them",
@@ -155,7 +146,7 @@ def refuse(
         ),
         (any(p.is_meta for p in trained), "starts from the weights, and there are none yet", "register after to_empty"),
         (
-            optimizer is not None and any(id(p) not in stepped for p in trained),
+            any(id(p) not in stepped for p in trained),
             "needs the optimizer of all sharded parameters",
             "make it after fully_shard and to_empty, of model.parameters()",
         ),

@@ -149,13 +149,26 @@ class ProcessStrategy:
             self._hooks.pop().remove()
 
 
+def refuse_loop(settings: StrategyConfig, optimizer: object, scaler: object, *, where: str) -> None:
+    """Refuse a training loop whose steps a strategy cannot follow."""
+    if optimizer is None:
+        raise UserError(f"strategy {settings.name} needs the optimizer", where=where, fix="give optimizer=...")
+    refuse_no_optimizer(where, optimizer)
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # one around another, as Accelerate's
+        what = f"optimizer is a {type(optimizer).__name__}, whose steps cannot be followed"
+        raise UserError(what, where=where, fix="give the one inside it (optimizer.optimizer)")
+    if scaler not in (None, False):
+        what = "cannot be used with a GradScaler, which leaves out steps of one replica alone"
+        raise UserError(f"strategy {settings.name} {what}", where=where, fix="train in bf16 without one")
+
+
 def refuse_no_optimizer(where: str, optimizer: object) -> None:
     """Refuse what is no optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"optimizer = {optimizer!r} is no optimizer", where=where, fix="give one of torch.optim's kind")
 
 
-def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: Any) -> None:
     """Refuse what is no optimizer, and one that does not step all ``parameters``."""
     refuse_no_optimizer(where, optimizer)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
