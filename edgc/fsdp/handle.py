@@ -148,7 +148,8 @@ class Handle(EngineHandle):
         with own_modes(), torch.cuda.stream(self._stream):
             bad = torch.zeros((), dtype=torch.float32, device=self._device)
             bad += self.engine.skips
-            self._layout.agree(bad, dist.ReduceOp.MAX)
+            for group in self._layout.within:
+                dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
             self._bad = HostCopy(bad)
         if self._stream is None or self.engine.closes_at_once:
             self._close()

@@ -15,10 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors.base import finite
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.fsdp.layout import Layout, refuse_waiting
@@ -54,7 +52,7 @@ class StrategyHandle(ProcessStrategy):
         super().__init__(
             "edgc.fsdp", shards, config, settings, optimizer, iterations, layout.replicas, embeddings, shards.owners
         )
-        self._units, self._layout = list(units), layout
+        self._units, self._layout, self._within = list(units), layout, layout.within
         self._shards_only = ShardsOnly(units if layout.native else [])
         self._place = Place.of(layout)
 
@@ -81,17 +79,7 @@ class StrategyHandle(ProcessStrategy):
         return self.parameters.owners
 
     def _gradients(self, stepped: Mapping[str, Any]) -> dict[str, Tensor]:
-        gradients = {name: p.grad.to_local() for name, p in stepped.items()}
-        self._agree(list(gradients.values()))
-        return gradients
-
-    @own_modes()
-    def _agree(self, gradients: Sequence[Tensor]) -> None:
-        """Make all gradients of this replica NaN if one of them, on any of its ranks, is not finite."""
-        good = finite(gradients, self._units[0].device).float()
-        self._layout.agree(good, dist.ReduceOp.MIN)
-        for gradient in gradients:
-            gradient.masked_fill_(good == 0, torch.nan)
+        return {name: p.grad.to_local() for name, p in stepped.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides its part of model and optimizer, to go on exactly, under a key that no
