@@ -276,7 +276,7 @@ class Attachment(EngineHandle):
         self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
         self._finite, self._exposed, self._backward = [], Stopwatch(), []
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Give Megatron its own reduction back; on every rank, between two iterations.
 
         What error feedback still holds is dropped. A second call does nothing.
@@ -289,7 +289,7 @@ class Attachment(EngineHandle):
         while self._worker_groups:
             dist.destroy_process_group(self._worker_groups.popitem()[1])
         if self._fused is not None:
-            self._fused.close()
+            self._fused.remove()
         while self.hooks:
             self.hooks.pop().remove()
         if self._guarded is not None:

@@ -125,7 +125,7 @@ class StrategyHandle(ProcessStrategy):
         refuse_other_place(state["place"])
         super().load_state_dict({**state, "settings": self._settings} if changed_settings else state)
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Give Megatron its own reduction back; on every rank, between two iterations. A second call does nothing."""
         self._let_go()
         while self._groups:

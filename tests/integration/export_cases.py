@@ -93,6 +93,6 @@ def train_and_save(root: str) -> dict[str, torch.Tensor | None]:
             session.scheduler.step(increment=1)
         save_model(session.chunks, run, Path(root) / name / "checkpoint")
         found[name] = logits(session)
-        session.attachment.close()
+        session.attachment.remove()
         parallel_state.destroy_model_parallel()
     return found
