@@ -115,7 +115,7 @@ class Handle(EngineHandle):
         """A unit's gradients are about to be averaged."""
         self._queue()
         if not self._seen:
-            self._close()
+            self._settle()
             if self._scaler is not None:
                 self.engine.rescale(loss_scale(self._scaler, self._device, where="edgc.fsdp"))
         if id(unit) in self._seen:
@@ -152,9 +152,9 @@ class Handle(EngineHandle):
                 dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
             self._bad = HostCopy(bad)
         if self._stream is None or self.engine.closes_at_once:
-            self._close()
+            self._settle()
 
-    def _close(self) -> None:
+    def _settle(self) -> None:
         """Close the iteration that has ended, if that was put off; on a GPU the host waits for it."""
         if self._bad is None:
             return
@@ -176,14 +176,10 @@ class Handle(EngineHandle):
         """True while EDGC averages the gradients: until :meth:`remove`."""
         return bool(self._units)
 
-    def _settle(self) -> None:
-        if not self._seen:
-            self._close()
-
     def _refuse_inside_iteration(self) -> None:
         if self._queued or self._seen:
             raise UserError("edgc.fsdp was called inside an iteration", fix="call it after backward")
-        self._close()
+        self._settle()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

@@ -261,7 +261,7 @@ class ScatterHandle(Handle):
 
     def scatter(self, unit: Unit, output: Tensor, source: Tensor, op: Any) -> None:
         """Reduce-scatter a unit's gradients on torch's stream for that."""
-        self._close()  # what it changes is read below
+        self._settle()  # what it changes is read below
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._begin(unit)
