@@ -268,7 +268,8 @@ def refusals() -> None:
     refused(lambda: job.attach(optimizer=torch.optim.SGD(job.parameters)), "Megatron's optimizer")
     refused(lambda: job.attach(observer=print), "observer")
     optimizer = job.session.optimizer
-    refused(lambda: job.attach(optimizer=type(optimizer)([]) if dist.get_rank() == 3 else optimizer), "one optimizer")
+    told = ["rank 3 refused", "one optimizer"][dist.get_rank() == 3 :]
+    refused(lambda: job.attach(optimizer=type(optimizer)([]) if dist.get_rank() == 3 else optimizer), *told)
     job.compression = EDGCConfig.from_dict({"method": "powersgd", "rank": 4})
     refused(lambda: job.attach(strategy=StrategyConfig.from_dict("sparseloco")), "compression.method")
     groups = [group for chunk in job.session.chunks for group in chunk.bucket_groups]
