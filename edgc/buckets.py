@@ -39,7 +39,7 @@ GATHER = (25 << 20, 100 << 20)
 """Bytes of gradients, of the first group of buckets and of every later one, that are reduced together where launching
 costs: the first is to be on its way soon, the other is the quicker of two sizes of DDP's (``docs/gpu.md``). What an
 operation is launched for are the matrices of one shape, so their number does not count, as long as there are bytes."""
-Layout = list[list[str]]
+BucketNames = list[list[str]]
 Part = tuple[list[Gradient], "Bucket | None"]
 Reduction = tuple[Steps, list[Part]]
 _END, _FLUSH = object(), object()
@@ -100,14 +100,14 @@ class BucketWorker:
         self.engine, self.closes, self.group, self.parameters = engine, closes, group, parameters
         self.error: Exception | None = None
         self.skipped = 0
-        self.layout: Layout = []
+        self.layout: BucketNames = []
         self._replay, self._replays = list[list[str]](), 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._running: list[Reduction] = []  # oldest first
         self._gathered: list[Part] = []
         self._held: list[Bucket] = []
         self._unfinished: list[Bucket] = []
-        self._current: Layout = []
+        self._current: BucketNames = []
         self._seen: set[str] = set()
         self._unsettled = False  # whether an iteration has ended and is not closed
         self._left: list[tuple[str, Tensor]] = []  # to be taken back once it is
@@ -125,7 +125,7 @@ class BucketWorker:
         """True if an iteration has begun and not ended."""
         return bool(self._seen) and self.error is None
 
-    def replay(self, layout: Layout) -> None:
+    def replay(self, layout: BucketNames) -> None:
         """Reduce the gradients of the next iterations in these buckets, until DDP has settled its own.
 
         DDP cuts buckets anew after the first or, in a static graph, second iteration of a process. That changes

@@ -61,7 +61,7 @@ class Iteration:
         entropy, entropy_full: in nats; nan if not measured.
         exposed: time in which the step waited for averaged gradients; None if nobody measured it.
         skipped: whether the whole step was given up because of a gradient that was not finite.
-        mean_error_sq, mean_input_sq: at window ends, :class:`edgc.measurement.mean_error.Measured` of the window; nan
+        mean_error_sq, mean_input_sq: at window ends, of its :class:`edgc.measurement.mean_error.WindowError`; nan
             elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
     """
 

@@ -1,4 +1,4 @@
-"""Checks of the user's training loop: its loss scale, also at the first step, and its optimizer."""
+"""Checks of the user's loss scale, also at the first step."""
 
 from __future__ import annotations
 
@@ -43,13 +43,6 @@ def refuse_scaler(scaler: object, config: EDGCConfig, types: Mapping[str, torch.
     if half and scaler is None and isinstance(config, CompressingConfig):
         fix = "give the GradScaler as scaler=..., or scaler=False if the loss is not scaled"
         raise UserError(f"the gradient of {half[0]} is in fp16, and no scaler was given", where=where, fix=fix)
-
-
-def refuse_wrapper(optimizer: torch.optim.Optimizer, *, where: str) -> None:
-    """Refuse an optimizer that wraps another one and has no hooks of its own, as Accelerate's has none."""
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        what = f"optimizer is a {type(optimizer).__name__}, whose steps cannot be followed"
-        raise UserError(what, where=where, fix="give the one inside it (optimizer.optimizer)")
 
 
 def warn_of_scaler(

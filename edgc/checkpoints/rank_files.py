@@ -11,18 +11,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from edgc.checkpoints import manifest
 from edgc.checkpoints.manifest import DamagedCheckpoint, Entry, Manifest
-from edgc.errors import UserError
-from edgc.runtime.groups import gather_objects
-
-T = TypeVar("T")
+from edgc.runtime.groups import gather_objects, on_first_rank, together, world
 
 
 def file_of(rank: int) -> str:
@@ -32,45 +28,6 @@ def file_of(rank: int) -> str:
 def partial_name(folder: Path) -> Path:
     """Name under which ``folder`` is written before it is renamed."""
     return folder.with_name(f".{folder.name}.partial")
-
-
-# ------------------------------------------------------------------ all ranks together
-
-
-def world() -> tuple[int, int]:
-    """This rank and the number of ranks; (0, 1) without process groups."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def together(action: Callable[[], T]) -> T:
-    """Do ``action`` on this rank and return what it returns, if it went well on every rank. Collective.
-
-    Raises:
-        UserError: on every rank, for the first rank where it was raised; an ``OSError`` becomes one.
-    """
-    result, error = _attempt(action)
-    for raised in gather_objects(error):
-        if raised is not None:
-            raise raised
-    return result  # type: ignore[return-value]  # without an error there is a result
-
-
-def on_first_rank(action: Callable[[], T]) -> T:
-    """Do ``action`` on rank 0; what it returns, or raises, on every rank. Collective."""
-    result, raised = gather_objects(_attempt(action) if world()[0] == 0 else (None, None))[0]
-    if raised is not None:
-        raise raised
-    return result  # type: ignore[return-value]
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    try:
-        return action(), None
-    except UserError as error:
-        return None, error
-    except OSError as error:
-        what = f"the checkpoint cannot be written or read: {error.strerror or error}"
-        return None, UserError(what, where=error.filename, fix="make room, or choose another folder")
 
 
 def write(folder: Path, state: Mapping[str, Any], about: Callable[[], Mapping[str, Any]]) -> None:

@@ -39,9 +39,9 @@ from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_f
 from edgc.checks import need
 from edgc.compressors import Gradient
 from edgc.compressors.base import matrix_shape
-from edgc.control.controller import Decision
-from edgc.engine import Engine, Iteration, Scaler, loss_scale
+from edgc.engine import Engine, Scaler, loss_scale
 from edgc.errors import UserError, copied
+from edgc.handle import EngineHandle
 from edgc.runtime.groups import all_here
 
 PATIENCE = timedelta(seconds=10)
@@ -73,13 +73,12 @@ def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
     return future
 
 
-class Handle:
+class Handle(EngineHandle):
     """EDGC on one rank of a DDP job; made by :func:`~edgc.ddp.registration.register`.
 
     It must not refer to the model: the model holds it, by ways that the garbage collector does not see.
 
     Attributes:
-        engine: reduces the gradients; not to be called from outside.
         group: process group of the reductions, made for this handle, which ends it.
 
     Args:
@@ -115,27 +114,6 @@ class Handle:
             if parameter.requires_grad:
                 self._watched.add(name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name)))
-
-    @property
-    def last(self) -> Iteration | None:
-        """The last iteration: bytes, rank, entropy, times and errors; None before the first."""
-        self._settle()
-        return self.engine.last
-
-    @property
-    def decision(self) -> Decision | None:
-        """The controller's decision at the end of the last iteration; None if it took none."""
-        self._settle()
-        return self.engine.decision
-
-    def add_loss(self, loss: float | torch.Tensor) -> None:
-        """Tell policy ``loss`` the training loss, without a loss scale, after every backward, on at least one rank.
-
-        Raises:
-            UserError: inside an iteration.
-        """
-        self._refuse_inside_iteration()
-        self.engine.add_loss(loss)
 
     @property
     def active(self) -> bool:

@@ -20,10 +20,10 @@ from edgc.ddp.strategy import StrategyHandle
 from edgc.engine import Engine, Matrix, Scaler
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
-from edgc.runtime.groups import gather_objects, own_group, refuse_differing
+from edgc.runtime.groups import agreed, own_group, refuse_differing
 from edgc.strategies.base import StrategyConfig, refuse_other_types
-from edgc.strategies.process import refuse_other_optimizer
-from edgc.training_loop import refuse_scaler, refuse_wrapper, warn_of_scaler
+from edgc.strategies.process import refuse_loop, refuse_other_optimizer
+from edgc.training_loop import refuse_scaler, warn_of_scaler
 
 _MARK = "edgc: is the node kept?"
 
@@ -174,44 +174,24 @@ def _agreed(
         elif hasattr(model, "set_requires_all_reduce"):  # FSDPModule, which takes long to import
             fix = "call edgc.fsdp.register"
         raise UserError(f"model is a {type(model).__name__}, not a DistributedDataParallel", where=where, fix=fix)
-    refusal, described = None, ""
-    try:
+
+    def check() -> dict[str, Tensor]:
         refuse_other_types(config, strategy, where)
         parameters = _parameters(model)
         integer("iterations", iterations, 1)
-        refuse_stages(config, "edgc.ddp.register", "a plain data-parallel job")
+        refuse_stages(config, where, "a plain data-parallel job")
         refuse_scaler(scaler, config, {name: p.dtype for name, p in parameters.items()}, where=where)
         if strategy is not None and strategy.name != "every_step":
-            _refuse_strategy(strategy, optimizer, scaler, parameters)
-        shapes = [(name, matrix_shape(parameter.shape)) for name, parameter in parameters.items()]
-        described = repr((config, iterations, scaler in (None, False), strategy, shapes))
-    except UserError as error:
-        refusal = error
-    answers = gather_objects((described, str(refusal or "")), model.process_group)
-    if refusal is not None:
-        raise refusal
-    for rank, (_, other) in enumerate(answers):
-        if other:
-            raise UserError(f"rank {rank} refused: {other}", where=where)
+            refuse_loop(strategy, optimizer, scaler, where=where)
+            refuse_other_optimizer(where, parameters, optimizer)
+        return parameters
+
+    parameters = agreed(check, where=where, group=model.process_group)
+    shapes = [(name, matrix_shape(parameter.shape)) for name, parameter in parameters.items()]
+    described = repr((config, iterations, scaler in (None, False), strategy, shapes))
     what, fix = "config, iterations, options or parameters", "give the same on every rank"
-    refuse_differing(what, [other for other, _ in answers], where=where, fix=fix)
+    refuse_differing(what, described, where=where, fix=fix, group=model.process_group)
     return parameters
-
-
-def _refuse_strategy(
-    strategy: StrategyConfig,
-    optimizer: torch.optim.Optimizer | None,
-    scaler: object,
-    parameters: Mapping[str, Tensor],
-) -> None:
-    where = "edgc.ddp.register"
-    if optimizer is None:
-        raise UserError(f"strategy {strategy.name} needs the optimizer", where=where, fix="give optimizer=...")
-    refuse_other_optimizer(where, parameters, optimizer)
-    refuse_wrapper(optimizer, where=where)
-    if scaler not in (None, False):
-        what = f"strategy {strategy.name} cannot be used with a GradScaler, which leaves out steps of one replica alone"
-        raise UserError(what, where=where, fix="train in bf16 without one")
 
 
 def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ Kind = tuple[bool, int]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Entropies:
     """One iteration on this rank: entropies in nats, nan if not measured, and the time of the sampled one.
 
     Attributes:
@@ -132,7 +132,7 @@ class EntropyMeter:
             entries = (entries.float() if entries.dtype == torch.float16 else entries) / self.scale
         entropies.add((gradient.name in self.embeddings, gradient.tensor.numel()), entries)
 
-    def close(self) -> Measured:
+    def close(self) -> Entropies:
         """Measurements of this iteration; the next one begins."""
         if self._device is not None:
             started = mark(self._device)
@@ -141,7 +141,7 @@ class EntropyMeter:
         sampled = self._sampled.read()
         layers, embeddings = ([size for _, size in sampled[kind]] for kind in (False, True))
         entries = sum(layers) + sum(embeddings)
-        measured = Measured(
+        measured = Entropies(
             sampled=self._counted(sampled),
             full=self._counted(self._full.read()),
             layers=_combined(sampled[False]),

@@ -25,22 +25,21 @@ from torch import Tensor, nn
 
 from edgc.checkpoints.saved_state import refuse_other_parameters, state_for
 from edgc.checks import need
-from edgc.control.controller import Decision
-from edgc.engine import Iteration, loss_scale
+from edgc.engine import loss_scale
 from edgc.errors import UserError
 from edgc.fsdp.layout import Layout, refuse_waiting
 from edgc.fsdp.state import Place, Saved
 from edgc.fsdp.units import ShardsOnly, Unit, outputs
 from edgc.fsdp.whole import WholeMatrices
+from edgc.handle import EngineHandle
 from edgc.runtime.device import HostCopy, own_modes
 
 
-class Handle:
+class Handle(EngineHandle):
     """EDGC on one rank of an FSDP2 job; made by :func:`edgc.fsdp.register`. A ``Stateful`` of torch's distributed
     checkpoints: ``dcp.save({"model": ..., "edgc": handle})``.
 
     Args:
-        engine: reduces the gradients; not to be called from outside.
         model: its root.
         scaler: follows the loss scale of this ``GradScaler``.
         owners: of matrices that one rank of a shard group averages whole (:mod:`edgc.fsdp.whole`).
@@ -116,7 +115,7 @@ class Handle:
         """A unit's gradients are about to be averaged."""
         self._queue()
         if not self._seen:
-            self.settle()
+            self._settle()
             if self._scaler is not None:
                 self.engine.rescale(loss_scale(self._scaler, self._device, where="edgc.fsdp"))
         if id(unit) in self._seen:
@@ -149,12 +148,13 @@ class Handle:
         with own_modes(), torch.cuda.stream(self._stream):
             bad = torch.zeros((), dtype=torch.float32, device=self._device)
             bad += self.engine.skips
-            self._layout.agree(bad, dist.ReduceOp.MAX)
+            for group in self._layout.within:
+                dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
             self._bad = HostCopy(bad)
         if self._stream is None or self.engine.closes_at_once:
-            self.settle()
+            self._settle()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Close the iteration that has ended, if that was put off; on a GPU the host waits for it."""
         if self._bad is None:
             return
@@ -166,23 +166,9 @@ class Handle:
     # ------------------------------------------------------------------ what it has to say
 
     @property
-    def last(self) -> Iteration | None:
-        """The last iteration: bytes, rank, entropy, times and errors of this rank; None before the first."""
-        self._settled()
-        last: Iteration | None = self.engine.last
-        return last
-
-    @property
-    def decision(self) -> Decision | None:
-        """The controller's decision at the end of the last iteration; None if it took none."""
-        self._settled()
-        decision: Decision | None = self.engine.decision
-        return decision
-
-    @property
     def skipped(self) -> int:
         """Number of steps given up so far because a gradient was not finite; methods without state do not look."""
-        self._settled()
+        self._settle()
         return self._skipped
 
     @property
@@ -190,19 +176,10 @@ class Handle:
         """True while EDGC averages the gradients: until :meth:`remove`."""
         return bool(self._units)
 
-    def add_loss(self, loss: float | torch.Tensor) -> None:
-        """Tell policy ``loss`` the training loss, without a loss scale, after every backward, on at least one rank."""
-        self._refuse_inside_iteration()
-        self.engine.add_loss(loss)
-
-    def _settled(self) -> None:
-        if not self._seen:
-            self.settle()
-
     def _refuse_inside_iteration(self) -> None:
         if self._queued or self._seen:
             raise UserError("edgc.fsdp was called inside an iteration", fix="call it after backward")
-        self.settle()
+        self._settle()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

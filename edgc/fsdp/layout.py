@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from edgc.errors import UserError
 from edgc.fsdp.units import WHERE, Unit
@@ -44,11 +43,10 @@ class Layout(NamedTuple):
         """This rank's part, and the ranks that are to hold the same one."""
         return self.part, [] if self.replicas is None else dist.get_process_group_ranks(self.replicas)
 
-    def agree(self, number: Tensor, op: Any) -> None:
-        """Reduce ``number`` over the ranks of this replica."""
-        for group in (self.shards, self.tensor):
-            if group is not None and group.size() > 1:
-                dist.all_reduce(number, op=op, group=group)
+    @property
+    def within(self) -> list[dist.ProcessGroup]:
+        """Those of ranks that are one replica together: what is reduced over one after the other is over all of it."""
+        return [group for group in (self.shards, self.tensor) if group is not None and group.size() > 1]
 
 
 def layout_of(units: Sequence[Unit], replicas: Any) -> Layout:

@@ -24,7 +24,7 @@ from edgc.fsdp.strategy import StrategyHandle
 from edgc.fsdp.strategy import refuse as refuse_strategy
 from edgc.fsdp.units import WHERE, Part, Unit, units_of
 from edgc.fsdp.whole import owners_of
-from edgc.runtime.groups import gather_objects, refuse_differing
+from edgc.runtime.groups import agreed, gather_objects, refuse_differing
 from edgc.strategies.base import StrategyConfig, refuse_other_types
 from edgc.training_loop import refuse_scaler, warn_of_scaler
 
@@ -133,8 +133,8 @@ def _agreed(
     Raises:
         UserError: on every rank, before there is anything to be left behind.
     """
-    refusal, settings, parts, found = None, "", "", None
-    try:
+
+    def check() -> tuple[list[Unit], Layout]:
         refuse_other_types(config, strategy, WHERE)
         units = units_of(model)
         layout = layout_of(units, replicas)
@@ -146,25 +146,17 @@ def _agreed(
             refuse_strategy(strategy, units, layout, optimizer, scaler)
         elif layout.replicas is None:
             refuse_method(config, units)
-        settings = repr((config, iterations, scaler in (None, False), strategy))
-        parts = repr([(part.name, part.whole) for unit in units for part in unit.parts])
-        found = units, layout
-    except UserError as error:
-        refusal = error
-    answers = gather_objects((settings, parts, str(refusal or ""), found and found[1].place))
-    if refusal is not None:
-        raise refusal
-    all_settings, all_parts, refusals, places = zip(*answers, strict=True)
-    for rank, other in enumerate(refusals):
-        if other:
-            raise UserError(f"rank {rank} refused: {other}", where=WHERE)
-    assert found is not None
+        return units, layout
+
+    units, layout = agreed(check, where=WHERE)
+    places = gather_objects(layout.place)
     if any(places[other][0] != shard for shard, others in places for other in others):
         what, fix = "replicas is a mesh of ranks that hold different shards", "give both dimensions of one mesh"
         raise UserError(what, where=WHERE, fix=fix)
-    refuse_differing("config, iterations or options", all_settings, where=WHERE, fix="give the same on every rank")
-    fix = "build the same model on every rank"
-    if found[1].tensor is not None:
-        fix = "let the size of every dimension that is cut be divisible"
-    refuse_differing("parameters or their shapes", all_parts, where=WHERE, fix=fix)
-    return found
+    settings = repr((config, iterations, scaler in (None, False), strategy))
+    refuse_differing("config, iterations or options", settings, where=WHERE, fix="give the same on every rank")
+    parts = repr([(part.name, part.whole) for unit in units for part in unit.parts])
+    cut = layout.tensor is not None
+    fix = "let the size of every dimension that is cut be divisible" if cut else "build the same model on every rank"
+    refuse_differing("parameters or their shapes", parts, where=WHERE, fix=fix)
+    return units, layout

@@ -41,7 +41,7 @@ from edgc.runtime.device import host_decides, own_modes
 
 
 @dataclass(frozen=True)
-class Slot:
+class Columns:
     """Columns of a parameter in a unit's flat buffer and in the buffer that is quantised, or (``lossy`` False) sent as
     it is; both [W, entries], with a row for every owner."""
 
@@ -50,7 +50,7 @@ class Slot:
     first: int
 
     @property
-    def columns(self) -> slice:
+    def place(self) -> slice:
         return slice(self.first, self.first + self.part.entries)
 
 
@@ -81,49 +81,49 @@ class ScatterEngine:
     def skips(self) -> int | Tensor:
         return self._statistics.skipped
 
-    def _slots(self, parts: Sequence[Part], bits: int) -> tuple[list[Slot], int, int]:
+    def _columns(self, parts: Sequence[Part], bits: int) -> tuple[list[Columns], int, int]:
         """Where everything goes, and how many entries of a row are quantised and not."""
-        slots, lossy, dense = [], 0, 0
+        columns, lossy, dense = [], 0, 0
         align = 1 if self.method is None else math.lcm(self.method.align, 32)
         for part in parts:
             size = part.entries
             if self.method is not None and compressible(part.whole, self.config.min_compression_elements, bits):
-                slots.append(Slot(part, True, lossy))
+                columns.append(Columns(part, True, lossy))
                 lossy += -(-size // align) * align
             else:
-                slots.append(Slot(part, False, dense))
+                columns.append(Columns(part, False, dense))
                 dense += size
-        return slots, lossy, dense
+        return columns, lossy, dense
 
     @own_modes()
     def reduce(self, parts: Sequence[Part], output: Tensor, source: Tensor, weight: float) -> None:
         """``output`` becomes this rank's part of ``weight`` times the sum over ranks of ``source``, [W, entries]."""
-        slots, lossy, dense = self._slots(parts, 8 * source.element_size())
+        columns, lossy, dense = self._columns(parts, 8 * source.element_size())
         channel, source = Channel(self.group), source.view(self.world, -1)
         exact = source if not lossy else source.new_empty(self.world, dense)
-        for slot in slots:
-            if slot.lossy:
+        for each in columns:
+            if each.lossy:
                 continue
             if lossy:
-                exact[:, slot.columns] = source[:, slot.part.place]
-            if slot.part.name in self.errors:
-                exact[:, slot.columns] += self._error(slot.part.name, exact.device)
-                self._sent.add(slot.part.name)
+                exact[:, each.place] = source[:, each.part.place]
+            if each.part.name in self.errors:
+                exact[:, each.place] += self._error(each.part.name, exact.device)
+                self._sent.add(each.part.name)
         if exact.numel():
             channel.scatter_means([exact.view(-1)])
         work = torch.zeros(self.world, lossy, dtype=torch.float32, device=source.device)
-        mean = self._exchange([slot for slot in slots if slot.lossy], work, source, channel, weight)
-        for slot in slots:
-            out = output[slot.part.place]
-            if not slot.lossy:
-                out.copy_(exact[self.me, slot.columns]).mul_(weight * self.world)
+        mean = self._exchange([each for each in columns if each.lossy], work, source, channel, weight)
+        for each in columns:
+            out = output[each.part.place]
+            if not each.lossy:
+                out.copy_(exact[self.me, each.place]).mul_(weight * self.world)
                 continue
-            result = mean[slot.columns]
+            result = mean[each.place]
             out.copy_(within(result.clone(), out.dtype))
             if self.method is not None and self.method.error_feedback:
                 if out.dtype != torch.float32:
-                    work[self.me, slot.columns] += (result - out) / weight
-                self._kept[slot.part.name] = work[:, slot.columns]
+                    work[self.me, each.place] += (result - out) / weight
+                self._kept[each.part.name] = work[:, each.place]
         own = self._statistics
         ok = finite([output], output.device)
         own.skipped = own.skipped + (int(not ok) if host_decides(ok.device) else (~ok).int())
@@ -131,24 +131,26 @@ class ScatterEngine:
         own.bytes += channel.bytes
         own.dense_bytes += (self.world - 1) * source.nbytes // self.world
 
-    def _exchange(self, slots: Sequence[Slot], work: Tensor, source: Tensor, channel: Channel, weight: float) -> Tensor:
+    def _exchange(
+        self, columns: Sequence[Columns], work: Tensor, source: Tensor, channel: Channel, weight: float
+    ) -> Tensor:
         """This rank's row of ``weight`` times the sum; ``work`` becomes what this rank did not get across."""
         method = self.method
-        if method is None or not slots:
+        if method is None or not columns:
             channel.finish()
             return work[self.me]
-        for slot in slots:
-            work[:, slot.columns] = source[:, slot.part.place]
+        for each in columns:
+            work[:, each.place] = source[:, each.part.place]
         self._statistics.gradient_sq = self._statistics.gradient_sq + _square(work)
-        for slot in slots:
-            if slot.part.name in self.errors:
-                work[:, slot.columns] += self._error(slot.part.name, work.device)
+        for each in columns:
+            if each.part.name in self.errors:
+                work[:, each.place] += self._error(each.part.name, work.device)
         self._statistics.input_sq = self._statistics.input_sq + _square(work)
         if method.hadamard:
             rotate(work.view(-1))
         quantiser, generator = method.quantiser, None
         if quantiser.stochastic:
-            seed = seeded("scatter", method.seed, self.iteration, slots[0].part.name, self.me).initial_seed()
+            seed = seeded("scatter", method.seed, self.iteration, columns[0].part.name, self.me).initial_seed()
             generator = torch.Generator(work.device).manual_seed(seed)
         sent = work.new_empty(self.world, quantiser.bytes(work.shape[1]), dtype=torch.uint8)
         mean = work[self.me] * weight
@@ -259,7 +261,7 @@ class ScatterHandle(Handle):
 
     def scatter(self, unit: Unit, output: Tensor, source: Tensor, op: Any) -> None:
         """Reduce-scatter a unit's gradients on torch's stream for that."""
-        self.settle()  # what it changes is read below
+        self._settle()  # what it changes is read below
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._begin(unit)

@@ -15,10 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors.base import finite
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.fsdp.layout import Layout, refuse_waiting
@@ -26,8 +24,7 @@ from edgc.fsdp.state import Place, Saved
 from edgc.fsdp.units import WHERE, LocalShards, ShardsOnly, Unit
 from edgc.runtime.device import own_modes
 from edgc.strategies.base import StrategyConfig
-from edgc.strategies.process import ProcessStrategy, refuse_no_optimizer
-from edgc.training_loop import refuse_wrapper
+from edgc.strategies.process import ProcessStrategy, refuse_loop
 
 
 class StrategyHandle(ProcessStrategy):
@@ -55,7 +52,7 @@ class StrategyHandle(ProcessStrategy):
         super().__init__(
             "edgc.fsdp", shards, config, settings, optimizer, iterations, layout.replicas, embeddings, shards.owners
         )
-        self._units, self._layout = list(units), layout
+        self._units, self._layout, self._within = list(units), layout, layout.within
         self._shards_only = ShardsOnly(units if layout.native else [])
         self._place = Place.of(layout)
 
@@ -82,17 +79,7 @@ class StrategyHandle(ProcessStrategy):
         return self.parameters.owners
 
     def _gradients(self, stepped: Mapping[str, Any]) -> dict[str, Tensor]:
-        gradients = {name: p.grad.to_local() for name, p in stepped.items()}
-        self._agree(list(gradients.values()))
-        return gradients
-
-    @own_modes()
-    def _agree(self, gradients: Sequence[Tensor]) -> None:
-        """Make all gradients of this replica NaN if one of them, on any of its ranks, is not finite."""
-        good = finite(gradients, self._units[0].device).float()
-        self._layout.agree(good, dist.ReduceOp.MIN)
-        for gradient in gradients:
-            gradient.masked_fill_(good == 0, torch.nan)
+        return {name: p.grad.to_local() for name, p in stepped.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """State that this rank needs, besides its part of model and optimizer, to go on exactly, under a key that no
@@ -122,7 +109,7 @@ def refuse(
     settings: StrategyConfig,
     units: Sequence[Unit],
     layout: Layout,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     scaler: object,
 ) -> None:
     """Refuse what a strategy cannot work with, in one line.
@@ -130,19 +117,11 @@ def refuse(
     Raises:
         UserError: naming the strategy and what to do.
     """
-    if optimizer is not None:
-        refuse_no_optimizer(WHERE, optimizer)
-        refuse_wrapper(optimizer, where=WHERE)
-    stepped = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+    refuse_loop(settings, optimizer, scaler, where=WHERE)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [p for unit in units for p in unit.parameters.values()]
     for used, what, fix in (
         (layout.replicas is None, "needs replicas, and the model is sharded over all ranks", "give a 2-D mesh"),
-        (optimizer is None, "needs the optimizer", "give optimizer=..."),
-        (
-            scaler not in (None, False),
-            "cannot be used with a GradScaler, which leaves out steps of one replica alone",
-            "train in bf16 without one",
-        ),
         (
             settings.name == "dion",
             "makes orthonormal directions of whole matrices, and a rank has rows of them",
@@ -155,7 +134,7 @@ def refuse(
         ),
         (any(p.is_meta for p in trained), "starts from the weights, and there are none yet", "register after to_empty"),
         (
-            optimizer is not None and any(id(p) not in stepped for p in trained),
+            any(id(p) not in stepped for p in trained),
             "needs the optimizer of all sharded parameters",
             "make it after fully_shard and to_empty, of model.parameters()",
         ),

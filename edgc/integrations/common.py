@@ -18,7 +18,7 @@ import edgc.fsdp
 from edgc.checkpoints import rank_files
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from edgc.runtime.groups import gather_objects, refuse_differing
+from edgc.runtime.groups import gather_objects, refuse_differing, together
 
 Handle = edgc.ddp.Handle | edgc.fsdp.Handle
 
@@ -98,7 +98,7 @@ def save(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
         rank_files.dump(part := file.with_suffix(".part"), handle.state_dict())
         part.replace(file)
 
-    rank_files.together(write)
+    together(write)
     for other in _files(folder, name):
         if other.stem.split("-")[-1] != file.stem.split("-")[-1]:
             other.unlink(missing_ok=True)
@@ -127,10 +127,10 @@ def load(handle: Handle, folder: str | Path, name: str = "edgc") -> None:
         states = [rank_files.load_plain(file, file.parent, file.name, map_location="cpu") for file in files]
         return states[0] if all(own) else states
 
-    state = rank_files.together(read)
-    rank_files.together(lambda: handle.load_state_dict(state))
-    iterations, fix = gather_objects(handle.engine.iteration), "go on from an older checkpoint"
-    refuse_differing("iterations of the saved states", iterations, where=str(folder), fix=fix)
+    state = together(read)
+    together(lambda: handle.load_state_dict(state))
+    what, fix = "iterations of the saved states", "go on from an older checkpoint"
+    refuse_differing(what, handle.engine.iteration, where=str(folder), fix=fix)
 
 
 def _files(folder: str | Path, name: str) -> list[Path]:

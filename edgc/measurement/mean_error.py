@@ -47,7 +47,7 @@ _WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Measured:
+class WindowError:
     """Result of a window, the same on every replica but for matrices of other groups.
 
     Attributes:
@@ -159,7 +159,7 @@ class MeanError:
         device = torch.device("cuda") if on_gpu else self._sums.device
         return torch.cat([part.to(device) for part in (self._sums, *parts)])
 
-    def close(self, mean: Tensor | None) -> Measured:
+    def close(self, mean: Tensor | None) -> WindowError:
         """Result of the window, given the mean of all replicas' :meth:`message`; the next window begins."""
         matrices = sorted(self._matrices.items())
         self._start_window()
@@ -175,7 +175,7 @@ class MeanError:
                 lost, place = _square(values[place : place + FEWER]), place + FEWER
             singular_sq = [value / sums.count for value in sums.values]
             spectra[name] = MatrixSpectrum(sums.shape, singular_sq, math.fsum(singular_sq) + lost / sums.count)
-        return Measured(error_sq, input_sq, spectra)
+        return WindowError(error_sq, input_sq, spectra)
 
     def state_dict(self) -> dict[str, Any]:
         """Window so far."""

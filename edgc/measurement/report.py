@@ -17,7 +17,7 @@ from edgc.measurement.spectral import Curve
 from edgc.timing.benchmark import GateVerdict, seconds
 
 if TYPE_CHECKING:  # needs torch
-    from edgc.entropy.meter import Measured
+    from edgc.entropy.meter import Entropies
 
 _KINDS = ("layers", "embeddings", "embedding_share")
 _MEANS = ("full", "loss", *_KINDS)
@@ -126,7 +126,7 @@ class Window:
 
     Attributes:
         entropy: in nats, sampled.
-        means: by name, of the losses (nats per token) and of the other fields of the meter's ``Measured``.
+        means: by name, of the losses (nats per token) and of the other fields of the meter's ``Entropies``.
         errors: at the window's end, squared norms of what the replicas' mean lacks and of that mean; nan if unknown.
         curve: at the window's end, predicted squared relative error of the mean by rank; None if unknown.
         times: of reductions, in seconds.
@@ -143,7 +143,7 @@ class Window:
         self.curve: Curve | None = None
         self.times.clear()
 
-    def add_entropy(self, measured: Measured) -> None:
+    def add_entropy(self, measured: Entropies) -> None:
         """Take in the entropies of one iteration."""
         self.entropy.add(measured.sampled)
         for name in ("full", *_KINDS):

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from edgc.checkpoints.rank_files import together
 from edgc.checks import integer
 from edgc.compressors.base import compressible
 from edgc.config import CompressingConfig, EDGCConfig
@@ -22,7 +21,7 @@ from edgc.megatron.attachment import Attachment, CompressedBucketGroup, OwnBucke
 from edgc.megatron.embedding import fuse
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.megatron.strategy import StrategyHandle, refuse
-from edgc.runtime.groups import gather_objects
+from edgc.runtime.groups import agreed, gather_objects
 from edgc.strategies.base import StrategyConfig, refuse_other_types
 
 
@@ -116,7 +115,7 @@ def attach(
             refuse(chunks, config, strategy.name, optimizer, observer)
             return StrategyHandle(chunks, names, config, strategy, optimizer, iterations)
 
-        handle = together(made)
+        handle = agreed(made, where="edgc.megatron.attach")
         handle.start()
         return handle
     fused = fuse(chunks, names) if config.fused_embedding else None

@@ -18,9 +18,9 @@ from edgc.checkpoints.saved_state import refuse_other_parameters, state_for
 from edgc.checks import need
 from edgc.compressors import Gradient
 from edgc.compressors.base import finite
-from edgc.control.controller import Decision
-from edgc.engine import Engine, Iteration
+from edgc.engine import Engine
 from edgc.errors import UserError, copied
+from edgc.handle import EngineHandle
 from edgc.megatron.embedding import FusedEmbedding
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.channel import Mark, Stopwatch, mark, seconds_between
@@ -109,7 +109,7 @@ class CompressedBucketGroup(OwnBucketGroup):
         self.edgc.group_finished(started, mark(device), finite(means, device))
 
 
-class Attachment:
+class Attachment(EngineHandle):
     """EDGC on one rank of a Megatron-Core job; made by :func:`edgc.megatron.attach`.
 
     With ``overlap_grad_reduce`` reductions go on beside backward (:mod:`edgc.buckets`; on a CPU in a thread, over
@@ -126,7 +126,6 @@ class Attachment:
         uncompressed: groups that are sent dense.
 
     Attributes:
-        engine: reduces the gradients; not to be called from outside.
         groups: the bucket groups of this rank.
         skipped: steps skipped so far.
         skipped_in_a_row: up to and with the last iteration.
@@ -185,20 +184,6 @@ class Attachment:
             self._end_iteration()
 
         last_chunk.finish_grad_sync = finish_grad_sync
-
-    @property
-    def last(self) -> Iteration | None:
-        """The last iteration: bytes, rank, entropy, times and errors; None before the first."""
-        return self.engine.last
-
-    @property
-    def decision(self) -> Decision | None:
-        """The controller's decision at the end of the last iteration; None if it took none."""
-        return self.engine.decision
-
-    def add_loss(self, loss: float | torch.Tensor) -> None:
-        """Tell policy ``loss`` the training loss, after every iteration, on at least one rank that knows it."""
-        self.engine.add_loss(loss)
 
     def guard(self, optimizer: Any) -> None:
         """Let skipped steps be skipped by ``optimizer``, a Megatron optimizer, and follow its loss scale.
@@ -291,7 +276,7 @@ class Attachment:
         self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
         self._finite, self._exposed, self._backward = [], Stopwatch(), []
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Give Megatron its own reduction back; on every rank, between two iterations.
 
         What error feedback still holds is dropped. A second call does nothing.
@@ -304,7 +289,7 @@ class Attachment:
         while self._worker_groups:
             dist.destroy_process_group(self._worker_groups.popitem()[1])
         if self._fused is not None:
-            self._fused.close()
+            self._fused.remove()
         while self.hooks:
             self.hooks.pop().remove()
         if self._guarded is not None:

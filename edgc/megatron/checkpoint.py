@@ -45,7 +45,7 @@ from edgc.checkpoints.saved_state import LOCAL, State, merge
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment, place
 from edgc.megatron.strategy import StrategyHandle
-from edgc.runtime.groups import gather_objects
+from edgc.runtime.groups import gather_objects, on_first_rank, together, world
 
 __all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "readable", "save"]
 
@@ -60,7 +60,7 @@ _HIDDEN = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 def layout() -> dict[str, int]:
     """Sizes of this job's parallel groups; ``data`` is the number of replicas whose gradients are averaged."""
     return {
-        "world": rank_files.world()[1],
+        "world": world()[1],
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
@@ -108,10 +108,10 @@ def load(folder: str | Path, attachment: Attachment | StrategyHandle, *, changed
         UserWarning: on rank 0, when error feedback was redistributed.
     """
     folder, job, rank = Path(folder), layout(), place()
-    content = rank_files.together(lambda: read(folder))
-    state = rank_files.together(lambda: state_of(folder, content, job, rank))
+    content = together(lambda: read(folder))
+    state = together(lambda: state_of(folder, content, job, rank))
     first = content.about["ranks"][0]
-    if first["layout"]["data"] != job["data"] and rank_files.world()[0] == 0:
+    if first["layout"]["data"] != job["data"] and world()[0] == 0:
         what = f"edgc: a state of {first['layout']['data']} replicas goes on with {job['data']}"
         loss = (
             "what is a replica's own is left out"
@@ -119,7 +119,7 @@ def load(folder: str | Path, attachment: Attachment | StrategyHandle, *, changed
             else "error feedback is redistributed, its sum is kept"
         )
         warnings.warn(f"{what}; {loss}", stacklevel=2)
-    rank_files.together(lambda: attachment.load_state_dict(state, changed_settings=changed_settings))
+    together(lambda: attachment.load_state_dict(state, changed_settings=changed_settings))
     return int(first["iteration"])
 
 
@@ -245,13 +245,13 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
             manifest.sync(partial / name)
         return {name: manifest.entry(partial / name) for name in names[rank::size]}
 
-    rank_files.on_first_rank(prepare)
+    on_first_rank(prepare)
     yield partial
-    rank_files.together(lambda: None)
-    rank, size = rank_files.world()
-    names = rank_files.on_first_rank(lambda: manifest.files_below(partial))
-    parts = gather_objects(rank_files.together(settle))
-    rank_files.on_first_rank(finish)
+    together(lambda: None)
+    rank, size = world()
+    names = on_first_rank(lambda: manifest.files_below(partial))
+    parts = gather_objects(together(settle))
+    on_first_rank(finish)
 
 
 def check(folder: str | Path) -> None:
@@ -264,7 +264,7 @@ def check(folder: str | Path) -> None:
         DamagedCheckpoint: on every rank, for a file that is missing, not what was written, or would run code.
     """
     folder = Path(folder)
-    content, part = rank_files.together(lambda: read(folder)), FOLDER
+    content, part = together(lambda: read(folder)), FOLDER
     iteration = int(content.about["ranks"][0]["iteration"])
 
     def check_tracker() -> None:
@@ -274,16 +274,16 @@ def check(folder: str | Path) -> None:
             raise DamagedCheckpoint(folder, f"../{TRACKER}", f"names iteration {named}, so this one is unfinished")
 
     def check_files() -> None:
-        rank, size = rank_files.world()
+        rank, size = world()
         with _within(folder, part):
             manifest.check(folder / part, content, sorted(content.files)[rank::size])
 
     if any(about["published"] for about in content.about["ranks"]):
-        content, part = rank_files.together(lambda: manifest.read(folder)), ""
+        content, part = together(lambda: manifest.read(folder)), ""
     else:
-        rank_files.on_first_rank(check_tracker)
-    rank_files.together(check_files)
-    rank_files.on_first_rank(lambda: unpickling.check(folder))
+        on_first_rank(check_tracker)
+    together(check_files)
+    on_first_rank(lambda: unpickling.check(folder))
 
 
 @contextlib.contextmanager
@@ -313,7 +313,7 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
     root = Path(root)
     damaged: list[DamagedCheckpoint] = []
     whole: Path | None = None
-    for folder in rank_files.on_first_rank(lambda: _folders(root)):
+    for folder in on_first_rank(lambda: _folders(root)):
         try:
             check(folder)
         except DamagedCheckpoint as error:
@@ -322,7 +322,7 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
             whole = folder
             break
     consequence = f"going on from {whole.name}" if whole else "no older one is whole, starting from the beginning"
-    for damage in damaged if rank_files.world()[0] == 0 else ():
+    for damage in damaged if world()[0] == 0 else ():
         line = f"checkpoint {damage.folder} is damaged (file {damage.file} {damage.problem}); {consequence}"
         if report is not None:
             report(line)

@@ -83,7 +83,7 @@ class FusedEmbedding:
         gradient *= self._copies  # the mean over all ranks was one of the copies, too
         return finite([gradient], gradient.device)
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """End the process groups; Megatron adds the copies itself from now on."""
         self.restore()
         for group in {self._group, self._alone}:

@@ -30,7 +30,6 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from edgc.checks import need
-from edgc.compressors.base import finite
 from edgc.config import EDGCConfig
 from edgc.entropy.meter import embeddings
 from edgc.errors import UserError
@@ -84,7 +83,7 @@ class StrategyHandle(ProcessStrategy):
         inner, replicas = optimizer.optimizer, chunks[0].dp_cp_group
         refuse_other_optimizer("edgc.megatron", parameters, inner)
         super().__init__("edgc.megatron", parameters, config, settings, inner, iterations, replicas, looked_up)
-        self._replica = parallel_state.get_model_parallel_group()
+        self._within = [group for group in (parallel_state.get_model_parallel_group(),) if group.size() > 1]
         self._copies = _copies(trained)
 
     def start(self) -> None:
@@ -93,20 +92,6 @@ class StrategyHandle(ProcessStrategy):
             group.__class__ = StrategyBucketGroup
             group.edgc = self
         self._hang()
-
-    def _before_step(self) -> None:
-        self._agree()
-        super()._before_step()
-
-    @own_modes()
-    def _agree(self) -> None:
-        """Make all gradients of this replica NaN if one of them, on any of its ranks, is not finite."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self._replica.size() > 1:
-            good = finite(gradients, gradients[0].device).float()
-            dist.all_reduce(good, op=dist.ReduceOp.MIN, group=self._replica)
-            for gradient in gradients:
-                gradient.masked_fill_(good == 0, torch.nan)
 
     def _after_step(self) -> None:
         super()._after_step()
@@ -140,7 +125,7 @@ class StrategyHandle(ProcessStrategy):
         refuse_other_place(state["place"])
         super().load_state_dict({**state, "settings": self._settings} if changed_settings else state)
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Give Megatron its own reduction back; on every rank, between two iterations. A second call does nothing."""
         self._let_go()
         while self._groups:

@@ -1,10 +1,11 @@
-"""Process groups for one thread alone (collectives of two threads on one group could mix), and objects of all ranks."""
+"""What all ranks do together: objects and refusals, and process groups for one thread alone (collectives of two threads
+on one group could mix)."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,11 +27,61 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def refuse_differing(what: str, values: Sequence[object], *, where: str, fix: str) -> None:
-    """Refuse settings (``what``) that differ between ranks; ``values``: of all ranks, in rank order."""
-    differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+def world() -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) without process groups."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def together(action: Callable[[], T]) -> T:
+    """Do ``action`` on this rank and return what it returns, if it went well on every rank of the world. Collective.
+
+    Raises:
+        UserError: on every rank, for the first rank where it was raised; an ``OSError`` becomes one.
+    """
+    result, error = _attempt(action)
+    for raised in gather_objects(error):
+        if raised is not None:
+            raise raised
+    return result  # type: ignore[return-value]  # without an error there is a result
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Do ``action`` on rank 0; what it returns, or raises, on every rank. Collective."""
+    result, raised = gather_objects(_attempt(action) if world()[0] == 0 else (None, None))[0]
+    if raised is not None:
+        raise raised
+    return result  # type: ignore[return-value]
+
+
+def agreed(check: Callable[[], T], *, where: str, group: dist.ProcessGroup | None = None) -> T:
+    """What ``check`` returns, if no rank of ``group`` (None: the world) refuses. Collective.
+
+    Raises:
+        UserError: on every rank: its own, or else that of the first rank that refused.
+    """
+    result, refusal = _attempt(check)
+    for rank, other in enumerate(gather_objects(refusal, group)):
+        if other is not None:
+            raise refusal or UserError(f"rank {rank} refused: {other}", where=where)
+    return result  # type: ignore[return-value]
+
+
+def refuse_differing(what: str, value: object, *, where: str, fix: str, group: dist.ProcessGroup | None = None) -> None:
+    """Refuse a setting (``what``) that differs between ranks of ``group`` (None: the world). Collective."""
+    first, *others = gather_objects(value, group)
+    differing = [str(rank) for rank, other in enumerate(others, 1) if other != first]
     if differing:
         raise UserError(f"{what} differ between ranks 0 and {', '.join(differing)}", where=where, fix=fix)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    try:
+        return action(), None
+    except UserError as error:
+        return None, error
+    except OSError as error:
+        what = f"the checkpoint cannot be written or read: {error.strerror or error}"
+        return None, UserError(what, where=error.filename, fix="make room, or choose another folder")
 
 
 def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:

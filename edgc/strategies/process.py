@@ -6,11 +6,11 @@ does to gradients and before whatever it does with new parameters. A closure is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from edgc.checks import differences, need
-from edgc.compressors.base import Steps
+from edgc.compressors.base import Steps, finite
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
@@ -54,6 +54,7 @@ class ProcessStrategy:
         self._leaves_out = settings.equal != "step"  # parameters without a gradient, as an optimizer does by itself
         self._settings = {"strategy": settings.to_dict(), "compression": config.to_dict()}
         self._hooks: list[Any] = []
+        self._within: Sequence[torch.distributed.ProcessGroup] = ()  # those of ranks that are this replica together
 
     def _hang(self) -> None:
         """Let the strategy run around the optimizer's steps from now on."""
@@ -82,9 +83,21 @@ class ProcessStrategy:
             if p.grad is None and self._leaves_out:
                 left_out.append(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        ready = self._run(self.strategy.before_step(self._gradients(stepped)))
+        gradients = self._gradients(stepped)
+        self._agree(list(gradients.values()))
+        ready = self._run(self.strategy.before_step(gradients))
         for p in left_out if ready else stepped.values():
             p.grad = None
+
+    @own_modes()
+    def _agree(self, gradients: Sequence[Tensor]) -> None:
+        """Make all gradients of this replica NaN if one of them, on any of its ranks, is not finite."""
+        if self._within:
+            good = finite(gradients, gradients[0].device).float()
+            for group in self._within:
+                torch.distributed.all_reduce(good, op=torch.distributed.ReduceOp.MIN, group=group)
+            for gradient in gradients:
+                gradient.masked_fill_(good == 0, torch.nan)
 
     # What differs where ``parameters`` are parts of what the optimizer steps (edgc.fsdp).
 
@@ -149,13 +162,26 @@ class ProcessStrategy:
             self._hooks.pop().remove()
 
 
+def refuse_loop(settings: StrategyConfig, optimizer: object, scaler: object, *, where: str) -> None:
+    """Refuse a training loop whose steps a strategy cannot follow."""
+    if optimizer is None:
+        raise UserError(f"strategy {settings.name} needs the optimizer", where=where, fix="give optimizer=...")
+    refuse_no_optimizer(where, optimizer)
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # one around another, as Accelerate's
+        what = f"optimizer is a {type(optimizer).__name__}, whose steps cannot be followed"
+        raise UserError(what, where=where, fix="give the one inside it (optimizer.optimizer)")
+    if scaler not in (None, False):
+        what = "cannot be used with a GradScaler, which leaves out steps of one replica alone"
+        raise UserError(f"strategy {settings.name} {what}", where=where, fix="train in bf16 without one")
+
+
 def refuse_no_optimizer(where: str, optimizer: object) -> None:
     """Refuse what is no optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"optimizer = {optimizer!r} is no optimizer", where=where, fix="give one of torch.optim's kind")
 
 
-def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+def refuse_other_optimizer(where: str, parameters: Mapping[str, Tensor], optimizer: Any) -> None:
     """Refuse what is no optimizer, and one that does not step all ``parameters``."""
     refuse_no_optimizer(where, optimizer)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}

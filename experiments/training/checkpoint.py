@@ -30,6 +30,7 @@ from edgc.checkpoints import manifest, rank_files
 from edgc.errors import UserError
 from edgc.megatron import checkpoint
 from edgc.optimizers import MuonAndAdamW
+from edgc.runtime.groups import together
 from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec.settings import RunConfig
@@ -137,7 +138,7 @@ class Checkpoints:
         session = self.session
         self._read(folder, changed_settings=trunk is not None)
         inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
-        state = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
+        state = together(lambda: rank_files.load(inner, manifest.read(inner), name))
         session.scheduler.load_state_dict(state["scheduler"])
         for recorder in session.recorders:
             recorder.load_state_dict(state["recorders"][recorder.file])
@@ -156,7 +157,7 @@ class Checkpoints:
 
     def _read(self, folder: Path, *, changed_settings: bool) -> None:
         """Load them."""
-        rank_files.together(lambda: self._load_megatron(folder))
+        together(lambda: self._load_megatron(folder))
         checkpoint.load(folder, self.session.attachment, changed_settings=changed_settings)
 
     def _load_megatron(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
-from edgc.entropy.meter import EntropyMeter, Measured
+from edgc.entropy.meter import Entropies, EntropyMeter
 from edgc.runtime.device import masked_path
 from edgc.sections import ESTIMATORS, EntropyConfig
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = {"words": (1000, 64), "a": (64, 128), "b": (64, 128), "c": (32, 48), "bias": (64,), "d": (3, 5)}
 
 
-def measured(device: torch.device, dtype: torch.dtype, scale: float = 1.0, **entropy: str) -> Measured:
+def measured(device: torch.device, dtype: torch.dtype, scale: float = 1.0, **entropy: str) -> Entropies:
     settings = EntropyConfig(**{"iteration_rate": 1.0, **entropy})  # type: ignore[arg-type]
     meter = EntropyMeter(EDGCConfig(method="edgc", r_max=8, entropy=settings, record_full_entropy=True), ["words"])
     meter.scale = scale

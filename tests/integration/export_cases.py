@@ -87,6 +87,6 @@ def train_and_save(root: str) -> dict[str, torch.Tensor | None]:
         steps(session, run, 0, 3)
         save_model(session.chunks, run, Path(root) / name / "checkpoint")
         found[name] = logits(session)
-        session.attachment.close()
+        session.attachment.remove()
         parallel_state.destroy_model_parallel()
     return found

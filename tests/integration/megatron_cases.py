@@ -71,7 +71,7 @@ def train(
     session = session_of(run)
     finish = prepare(session) if prepare is not None else dict
     if not attached:
-        session.attachment.close()
+        session.attachment.remove()
     engine = session.attachment.engine
     if full_rank:
         engine.compressor.always_factor = True  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def train(
         "copies": copies(session),
         **finish(),
     }
-    session.attachment.close()
+    session.attachment.remove()
     return result
 
 

@@ -67,7 +67,7 @@ def trained() -> dict[str, Any]:
         found["iterations"].append({"iteration": iteration, "rank": engine.plan.ranks[session.stage]})
         steps(session, run, iteration, iteration + 1)
         found["decisions"] += [engine.decision] if engine.decision is not None else []
-    session.attachment.close()
+    session.attachment.remove()
     return found
 
 

@@ -100,7 +100,7 @@ def as_rehearsed() -> None:
             "mean": handle.mean_weights(),
             "bytes": handle.bytes,
         }
-        handle.close()
+        handle.remove()
     for name, facts in here.items():
         for key, value in facts.items():
             assert same(value, there[name][replica][key]), (name, key)
@@ -136,7 +136,7 @@ class Job:
     def __init__(self, name: str, layout: dict[str, Any], compression: dict[str, Any] = NONE) -> None:
         self.run = configuration(name, NONE, **layout)
         self.session = session_of(self.run)
-        self.session.attachment.close()
+        self.session.attachment.remove()
         self.session.scheduler = SimpleNamespace(step=lambda increment: None)  # type: ignore[assignment]
         self.compression = EDGCConfig.from_dict(compression)
         self.settings = StrategyConfig.from_dict({"name": name, **STRATEGIES.get(name, {})})
@@ -188,7 +188,7 @@ def check(cell: tuple[str, dict[str, Any], dict[str, Any]], folder: Path) -> Non
     job.steps(3, 4)
     equal.append(gather_objects(copies(job.session)))
     end, sent = job.state()[0], handle.bytes
-    handle.close()
+    handle.remove()
     job.load(state)
     handle = job.attach()
     assert checkpoint.load(folder, handle) == 3
@@ -203,7 +203,7 @@ def check(cell: tuple[str, dict[str, Any], dict[str, Any]], folder: Path) -> Non
     job.poison.active = False
     void = same(job.state()[0], after_round if job.local else state[0]) and same(kept_by_void(handle), kept)
     losses = job.steps(4, 5)
-    handle.close()
+    handle.remove()
     for ranks in equal:
         one(ranks)
     if job.local:
@@ -230,7 +230,7 @@ def by_hand() -> None:
         handle = job.attach()
         job.steps(0, 4)
         ends = [p.double() for p in job.state()[0]]
-        handle.close()
+        handle.remove()
         anchor = [p.double() for p in first[0]]
         velocity = [torch.zeros_like(p) for p in anchor]
         optimizers = [first[1], first[1]]
@@ -259,7 +259,7 @@ def refusals() -> None:
         ({"train": {"precision": "fp16"}}, "loss scale"),
     ):
         session = session_of(configuration("refused", NONE, **layout))
-        session.attachment.close()
+        session.attachment.remove()
         options: dict[str, Any] = {"iterations": 9, "strategy": StrategyConfig.from_dict("diloco")}
         options["optimizer"] = session.optimizer
         refused(lambda: attach(session.chunks, EDGCConfig(), **options), word)  # noqa: B023
@@ -268,7 +268,8 @@ def refusals() -> None:
     refused(lambda: job.attach(optimizer=torch.optim.SGD(job.parameters)), "Megatron's optimizer")
     refused(lambda: job.attach(observer=print), "observer")
     optimizer = job.session.optimizer
-    refused(lambda: job.attach(optimizer=type(optimizer)([]) if dist.get_rank() == 3 else optimizer), "one optimizer")
+    told = ["rank 3 refused", "one optimizer"][dist.get_rank() == 3 :]
+    refused(lambda: job.attach(optimizer=type(optimizer)([]) if dist.get_rank() == 3 else optimizer), *told)
     job.compression = EDGCConfig.from_dict({"method": "powersgd", "rank": 4})
     refused(lambda: job.attach(strategy=StrategyConfig.from_dict("sparseloco")), "compression.method")
     groups = [group for chunk in job.session.chunks for group in chunk.bucket_groups]
@@ -280,11 +281,11 @@ def refusals() -> None:
     place = {**state["place"], "pipeline": 1 - state["place"]["pipeline"]}
     refused(lambda: handle.load_state_dict({**state, "place": place}), "pipeline parallel rank")
     refused(lambda: handle.load_state_dict({**state, "settings": {}}), "other settings: strategy.name = None, now ")
-    handle.close()
+    handle.remove()
     assert all(type(group) is _ParamAndGradBucketGroup for group in groups)
     each = attach(job.session.chunks, job.compression, iterations=9, strategy=StrategyConfig.from_dict("every_step"))
     assert isinstance(each, Attachment)
-    each.close()
+    each.remove()
 
 
 test_megatron = case.test()

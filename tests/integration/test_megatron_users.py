@@ -1,4 +1,4 @@
-"""Megatron-Core, DP2 x PP2: closing an attachment, traffic between stages, states that do not fit, frozen parts."""
+"""Megatron-Core, DP2 x PP2: removing an attachment, traffic between stages, states that do not fit, frozen parts."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ UNTIED = {"tie_embeddings": False}
 
 
 def end(session: Session) -> None:
-    session.attachment.close()
+    session.attachment.remove()
     parallel_state.destroy_model_parallel()
 
 
 @case
-def closed() -> None:
-    """Three iterations with an attachment that compresses nothing and three after it was closed are six of Megatron's
+def removed() -> None:
+    """Three iterations with an attachment that compresses nothing and three after it was removed are six of Megatron's
     own."""
     for settings in ({}, OVERLAP, SHARDED, FP16):
         results = []
         for attached in (True, False):
-            run = configuration("close", {"method": "none", "fused_embedding": settings == {}}, train=settings)
+            run = configuration("remove", {"method": "none", "fused_embedding": settings == {}}, train=settings)
             session = session_of(run)
             if not attached:
-                session.attachment.close()
+                session.attachment.remove()
             steps(session, run, 0, 3)
             groups = [g for chunk in session.chunks for g in chunk.bucket_groups]
-            session.attachment.close()
-            session.attachment.close()
+            session.attachment.remove()
+            session.attachment.remove()
             steps(session, run, 3, 6)
             results.append(weights(session))
             parallel_state.destroy_model_parallel()
@@ -309,7 +309,7 @@ def not_always_trained() -> None:
             mean /= 2
             arrived = moved[name] - weight.detach().double()
             lost[name] = float((arrived + mean[1] - mean[0]).norm() / mean[0].norm())
-        attachment.close()
+        attachment.remove()
         assert max(lost.values()) < 1e-5, (compression, lost)
 
 

@@ -109,7 +109,8 @@ def refusals() -> None:
     groups = len(dist.distributed_c10d._world.pg_map)
     refused(lambda: edgc.register(wrapped, config, iterations=9, strategy=diloco), "give optimizer=")
     elsewhere = options | {"optimizer": optimizer_of("diloco")(wrapped if rank else network())}
-    refused(lambda: edgc.register(wrapped, config, strategy=diloco, **elsewhere), "does not step 0.weight")
+    told = ["rank 0 refused", "does not step 0.weight"][not rank :]
+    refused(lambda: edgc.register(wrapped, config, strategy=diloco, **elsewhere), *told)
     around = options | {"optimizer": Wrapper(options["optimizer"])}
     refused(lambda: edgc.register(wrapped, config, strategy=diloco, **around), "Wrapper", "give", "optimizer.optimizer")
     scaled = options | {"scaler": torch.amp.GradScaler("cpu")}

@@ -81,7 +81,7 @@ def main() -> None:
     checkpoint.save(folder, attachment, iteration=STEPS)
     checkpoint.load(folder, attachment)
     dist_checkpointing.save({"model": gpt.sharded_state_dict()}, str(folder / "model"))
-    attachment.close()
+    attachment.remove()
     dist.destroy_process_group()
 
 

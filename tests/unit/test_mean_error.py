@@ -21,7 +21,7 @@ from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.control.policies.spectral import spectral
 from edgc.engine import Engine
-from edgc.measurement.mean_error import BUCKETS, FEWER, MeanError, Measured, sketches
+from edgc.measurement.mean_error import BUCKETS, FEWER, MeanError, WindowError, sketches
 from edgc.measurement.report import relative
 from edgc.measurement.spectral import error_curve
 from edgc.runtime.device import masked_path
@@ -89,7 +89,7 @@ class Truth:
     worker_input_sq: float = 0.0
 
 
-def together(estimators: Sequence[MeanError]) -> list[Measured]:
+def together(estimators: Sequence[MeanError]) -> list[WindowError]:
     messages = [estimator.message() for estimator in estimators]
     if messages[0] is None:
         assert all(message is None for message in messages)
@@ -107,7 +107,7 @@ def window(
     spectra: bool = False,
     rank: int = RANK,
     seeds: Sequence[int] = (3,),
-) -> tuple[Truth, list[Measured]]:
+) -> tuple[Truth, list[WindowError]]:
     """Five reductions to settle, then a window of ten samples; what each worker measures, one seed after the other."""
     compressors = [make() for _ in range(world)]
     estimators = [[MeanError(seed) for _ in range(world)] for seed in seeds]
