@@ -245,9 +245,16 @@ class Engine:
 
         Those of iterations that end a window come after its decision and count in the next window. Where no rank is
         told any in the first window, its end raises a ``UserError`` on every rank.
+
+        Raises:
+            UserError: it is no number.
         """
-        # Of a tensor not the graph behind it.
-        self.monitor.window.add_loss(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
+        try:
+            # Of a tensor not the graph behind it.
+            value = float(loss.item() if isinstance(loss, torch.Tensor) else loss)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"loss = {loss!r} is no number", fix="give the mean of the loss") from None
+        self.monitor.window.add_loss(value)
 
     @own_modes()
     def take_back(self, name: str, gradient: torch.Tensor) -> None:

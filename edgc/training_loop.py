@@ -73,13 +73,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if stepped.isdisjoint(map(id, parameters(handle))):
             continue
         del _unscaled[handle]
-        if handle.active and _scaler_steps():
+        if handle.active and scaler_steps():
             what = f"{where} was given no scaler, but a GradScaler makes the steps: error feedback and"
             fix = "entropies follow its scale; give scaler=..., or scaler=False to leave it so"
             warnings.warn(f"{what} {fix}", stacklevel=2)
 
 
-def _scaler_steps() -> bool:
+def scaler_steps() -> bool:
     """True if one of the callers is a method of a ``GradScaler`` that is enabled."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -131,15 +131,27 @@ def problem(path: Path, expected: Entry) -> str | None:
     return None
 
 
+def recover(folder: Path) -> None:
+    """Bring back the older ``folder`` that a kill inside :func:`publish` has left hidden."""
+    old = _old(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+
+
 def publish(partial: Path, folder: Path) -> None:
     """Rename the finished ``partial`` to ``folder``, in place of an older one, for good."""
-    old = folder.with_name(f".{folder.name}.old")
+    recover(folder)
+    old = _old(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
 
 
 def sync(path: Path) -> None:

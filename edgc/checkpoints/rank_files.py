@@ -72,7 +72,12 @@ def save(path: Path, state: Mapping[str, Any]) -> Entry:
 def dump(path: Path, state: Mapping[str, Any]) -> None:
     """Write ``state`` to ``path`` and to the disk; a full disk is an ``OSError``."""
     with path.open("wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch's writer hides what the disk said
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Statistics, square_sums, within
+from edgc.compressors.base import Statistics, clones, square_sums, within
 from edgc.compressors.powersgd.passes import Batched, RowBlocks
 from edgc.compressors.powersgd.state import of_rank, random_factor
 from edgc.errors import UserError
@@ -110,8 +110,17 @@ class ActivationCompressor:
         self.rank, self.seed = rank, seed
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
+        self._before: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         self._on_cpu, self._on_gpu = RowBlocks(), Batched()
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def begin_iteration(self) -> None:
+        """Keep a copy of the state, for :meth:`give_up`."""
+        self._before = clones(self.errors), clones(self.factors)
+
+    def give_up(self) -> None:
+        """Go back to the state at the beginning of the iteration, whose gradients are thrown away."""
+        self.errors, self.factors = self._before
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout | None:
         """Layout of the message for a gradient of this shape, last dimension by all others, and type; None: as is."""
@@ -201,12 +210,8 @@ class ActivationCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the error feedback and the warm start of every stream."""
-        return {
-            "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
-            "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
-        }
+        return {"errors": clones(self.errors), "factors": clones(self.factors)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self.errors = {name: tensor.clone() for name, tensor in state["errors"].items()}
-        self.factors = {name: tensor.clone() for name, tensor in state["factors"].items()}
+        self.errors, self.factors = clones(state["errors"]), clones(state["factors"])

@@ -272,6 +272,8 @@ class Attachment(EngineHandle):
             for group in self.groups:
                 for bucket in group.buckets:
                     bucket.grad_data.fill_(torch.nan)
+            if self.pipeline is not None:
+                self.pipeline.compressor.give_up()
         backward = [seconds_between(*span) for span in self._backward]
         self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
         self._finite, self._exposed, self._backward = [], Stopwatch(), []

@@ -108,6 +108,7 @@ def load(folder: str | Path, attachment: Attachment | StrategyHandle, *, changed
         UserWarning: on rank 0, when error feedback was redistributed.
     """
     folder, job, rank = Path(folder), layout(), place()
+    on_first_rank(lambda: manifest.recover(folder / FOLDER))
     content = together(lambda: read(folder))
     state = together(lambda: state_of(folder, content, job, rank))
     first = content.about["ranks"][0]
@@ -221,6 +222,7 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
 
     def prepare() -> None:
         root.mkdir(parents=True, exist_ok=True)
+        _folders(root)  # brings back what is whole
         for path in root.iterdir():
             if _HIDDEN.fullmatch(path.name):
                 shutil.rmtree(path)
@@ -236,7 +238,7 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
         tracker.replace(root / TRACKER)
         earlier = [folder for folder in _folders(root) if _number(folder) <= iteration]
         for old in earlier[keep:] if keep else []:
-            hidden = old.with_name(f".{old.name}.old")
+            hidden = rank_files.partial_name(old)
             old.rename(hidden)
             shutil.rmtree(hidden)
 
@@ -332,7 +334,9 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
 
 
 def _folders(root: Path) -> list[Path]:
-    """Folders of checkpoints, the newest first."""
+    """Folders of checkpoints, the newest first, after those were brought back that a kill has left hidden."""
+    for path in root.glob(".iter_*.old"):
+        manifest.recover(root / path.name.removeprefix(".").removesuffix(".old"))
     folders = [path for path in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(path.name)]
     return sorted(folders, key=_number, reverse=True)
 

@@ -160,6 +160,7 @@ class CompressedP2P(P2PCommunicator):
             raise UserError(what, where="CompressedP2P.begin_iteration", fix=fix)
         if self.starting is not None and (starting := self.starting()) is not None:
             starting()
+        self.compressor.begin_iteration()
         self._begun = True
         to_send = self._plan(self.stage, self.prev_stage, micro_batches)
         to_receive = self._plan(self.next_stage, self.stage, micro_batches)

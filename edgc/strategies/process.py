@@ -6,6 +6,8 @@ does to gradients and before whatever it does with new parameters. A closure is 
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import own_modes
 from edgc.strategies.base import Asked, Replica, StrategyConfig, finished
+from edgc.training_loop import scaler_steps
 
 
 class ProcessStrategy:
@@ -54,6 +57,7 @@ class ProcessStrategy:
         self._leaves_out = settings.equal != "step"  # parameters without a gradient, as an optimizer does by itself
         self._settings = {"strategy": settings.to_dict(), "compression": config.to_dict()}
         self._hooks: list[Any] = []
+        self._looked = False  # for a GradScaler, at the first step
         self._within: Sequence[torch.distributed.ProcessGroup] = ()  # those of ranks that are this replica together
 
     def _hang(self) -> None:
@@ -74,6 +78,9 @@ class ProcessStrategy:
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         loss = closure() if closure is not None else None
+        if not self._looked and scaler_steps():
+            raise _with_scaler(self._settings["strategy"]["name"], self._where)
+        self._looked = True
         self._before_step()
         return None if closure is None else ((optimizer, lambda: loss), {})
 
@@ -141,12 +148,21 @@ class ProcessStrategy:
         """
         shared, own = self.strategy.shared_state(), self.strategy.own_state()
         place = {"world": self.group.size(), "rank": self.group.rank()}
-        return {"settings": self._settings, **place, "shared": shared, "own": own}
+        return {"settings": self._settings, **place, "shared": shared, "own": own, "norm": self._norm()}
+
+    def _norm(self) -> float:
+        """Norm of this rank's weights, by which they are known again."""
+        norms = [torch.linalg.vector_norm(p.detach(), dtype=torch.float64) for p in self.parameters.values()]
+        return float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))) if norms else 0.0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of this rank, or of that of any replica where the number of replicas has
-        changed: what is a replica's own is then left out. The model has its weights by then."""
-        need(state, ("settings", "world", "rank", "shared", "own"), "state")
+        changed: what is a replica's own is then left out. The model has its weights by then.
+
+        Warns:
+            UserWarning: where it has others.
+        """
+        need(state, ("settings", "world", "rank", "shared", "own", "norm"), "state")
         if changes := differences(state["settings"], self._settings):
             what = f"the saved state is of other settings: {changes}"
             raise UserError(what, where=self._where, fix="register with the same")
@@ -154,6 +170,10 @@ class ProcessStrategy:
         if same and state["rank"] != self.group.rank():
             what = f"the saved state is of rank {state['rank']}, but this is rank {self.group.rank()}"
             raise UserError(what, where=self._where, fix="save and load one state per rank")
+        if same and not math.isclose(state["norm"], self._norm(), rel_tol=1e-9, abs_tol=1e-30):
+            what = f"{self._where}: rank {state['rank']} has other weights than the state was saved with; load the"
+            warnings.warn(f"{what} model's first, and after DistributedDataParallel(...), which sends rank 0's to all",
+                          stacklevel=2)  # fmt: skip
         self.strategy.load_state(state["shared"], state["own"] if same else None)
 
     def _let_go(self) -> None:
@@ -171,8 +191,12 @@ def refuse_loop(settings: StrategyConfig, optimizer: object, scaler: object, *, 
         what = f"optimizer is a {type(optimizer).__name__}, whose steps cannot be followed"
         raise UserError(what, where=where, fix="give the one inside it (optimizer.optimizer)")
     if scaler not in (None, False):
-        what = "cannot be used with a GradScaler, which leaves out steps of one replica alone"
-        raise UserError(f"strategy {settings.name} {what}", where=where, fix="train in bf16 without one")
+        raise _with_scaler(settings.name, where)
+
+
+def _with_scaler(name: str, where: str) -> UserError:
+    what = "cannot be used with a GradScaler, which leaves out steps of one replica alone"
+    return UserError(f"strategy {name} {what}", where=where, fix="train in bf16 without one")
 
 
 def refuse_no_optimizer(where: str, optimizer: object) -> None:

@@ -99,12 +99,16 @@ def fused_equals_two_steps() -> None:
 
 @case
 def skips() -> None:
-    """A gradient of the embedding that is not finite skips the step."""
-    run = configuration("fused", {"preset": "optimus_cc_embedding"})
-    bad = everywhere(run, iterations=SHORT + 2, prepare=poisoned)[dist.get_rank()]
-    without = everywhere(run, iterations=SHORT + 2, omit=POISONED, prepare=recorded)[dist.get_rank()]
-    assert bad["skipped"] == len(POISONED) and without["skipped"] == 0
-    assert torch.equal(bad["weights"], without["weights"]) and bad["weights"].isfinite().all()
+    """A gradient of the embedding that is not finite skips the step, also for what is kept of pipeline traffic."""
+    for compression in (
+        {"preset": "optimus_cc_embedding"},
+        {"preset": "optimus_cc", "rank": 4, "pipeline": {"rank": 4}},
+    ):
+        run = configuration("fused", compression)
+        bad = everywhere(run, iterations=SHORT + 2, prepare=poisoned)[dist.get_rank()]
+        without = everywhere(run, iterations=SHORT + 2, omit=POISONED, prepare=recorded)[dist.get_rank()]
+        assert bad["skipped"] == len(POISONED) and without["skipped"] == 0
+        assert torch.equal(bad["weights"], without["weights"]) and bad["weights"].isfinite().all()
 
 
 def sent_by(compression: dict[str, Any], **sections: Any) -> list[int]:

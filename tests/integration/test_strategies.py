@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
+import warnings
 from functools import cache
 from typing import Any
 
@@ -127,6 +129,49 @@ def refusals() -> None:
     assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
+def scaled() -> None:
+    """A scaler that nobody has told of is met at the first step."""
+    model = network()
+    optimizer, wrapped = torch.optim.SGD(model.parameters(), lr=0.1), DistributedDataParallel(model)
+    diloco = StrategyConfig.from_dict("diloco")
+    handle = edgc.register(wrapped, EDGCConfig(), iterations=9, strategy=diloco, optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(wrapped, batch(0, dist.get_rank()))).backward()
+    refused(lambda: scaler.step(optimizer), "diloco", "GradScaler")
+    handle.remove()
+
+
+def resumed_with_weights_of_rank_0() -> None:
+    """DDP sends rank 0's weights to all: who loads a model before that loses its own, and is told so."""
+    diloco, rank = StrategyConfig.from_dict({"name": "diloco", "every": 4}), dist.get_rank()
+
+    def registered(weights: dict[str, torch.Tensor]) -> tuple[nn.Module, StrategyHandle]:
+        model = network()
+        model.load_state_dict(weights)
+        wrapped, options = DistributedDataParallel(model), {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        handle = edgc.register(wrapped, EDGCConfig(), iterations=9, strategy=diloco, **options)
+        assert isinstance(handle, StrategyHandle)
+        loss(wrapped, batch(0, rank)).backward()
+        options["optimizer"].step()
+        return model, handle
+
+    model, handle = registered(network().state_dict())
+    state, own = copy.deepcopy(handle.state_dict()), copy.deepcopy(model.state_dict())
+    handle.remove()
+    model, handle = registered(own)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.load_state_dict(own)
+        handle.load_state_dict(state)
+        assert not told
+        with torch.no_grad():
+            for p in model.parameters():
+                dist.broadcast(p, 0)
+        handle.load_state_dict(state)
+    assert [f"rank {rank} has other weights" in str(each.message) for each in told] == [True] * (rank > 0)
+    handle.remove()
+
+
 def left_alone() -> None:
     """What DDP ignores is not exchanged; what no replica uses is not even decayed."""
     model = nn.ModuleDict({"used": network(), "spare": nn.Linear(3, 3, bias=False)})
@@ -167,6 +212,8 @@ def trained_each(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     refusals()
     out_of_memory()
     left_alone()
+    scaled()
+    resumed_with_weights_of_rank_0()
     found = {}
     for name in cases:
         faulthandler.dump_traceback_later(300, exit=True)

@@ -8,6 +8,8 @@ import math
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -225,6 +227,40 @@ def test_a_run_that_goes_back_keeps_what_it_writes(tmp_path: Path) -> None:
         assert (tmp_path / checkpoint.TRACKER).read_text() == str(iteration)
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert names == ["iter_0000120", "iter_0000130", "iter_0000200"]
+
+
+def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is saved again under its name, the first is hidden for a moment."""
+    published(tmp_path, 2)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name == ".iter_0000002.partial":
+            raise RuntimeError("killed")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            published(tmp_path, 2)
+    assert not (tmp_path / "iter_0000002").exists()
+    published(tmp_path, 1)
+    assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000002"
+    checkpoint.check(tmp_path / "iter_0000002")
+
+
+def test_a_full_disk_is_told_on_one_line(tmp_path: Path) -> None:
+    """torch's writer hides behind an error of its own what a disk says, but that of /dev/full."""
+    program = (
+        "import resource, signal, sys, torch; from pathlib import Path; from edgc.checkpoints import rank_files\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, 1 << 12))\n"
+        "try: rank_files.dump(Path(sys.argv[1]), {'a': torch.zeros(1 << 16)})\n"
+        "except OSError as error: print('OSError', error.strerror)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "x.pt"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("OSError ")
 
 
 def test_a_half_written_checkpoint_never_looks_whole(tmp_path: Path) -> None:

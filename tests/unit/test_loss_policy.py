@@ -14,6 +14,7 @@ from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from edgc.control.policies.released import by_change
 from edgc.engine import Engine
+from edgc.errors import UserError
 from edgc.sections import EntropyConfig
 
 WINDOW, WINDOWS = 4, 12
@@ -91,6 +92,9 @@ def test_a_tensor_is_told_as_its_number_without_the_graph_behind_it() -> None:
     engine = new()
     engine.add_loss(torch.tensor(2.0, requires_grad=True))
     assert "2.0" in json.dumps(engine.monitor.window.state_dict())
+    for wrong in (torch.ones(3), "low", None):
+        with pytest.raises(UserError, match="no number; give the mean"):
+            engine.add_loss(wrong)  # type: ignore[arg-type]
 
 
 def test_a_state_stays_as_it_was_while_a_run_goes_on_from_it() -> None:
