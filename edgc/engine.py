@@ -250,10 +250,12 @@ class Engine:
             UserError: it is no number.
         """
         try:
-            # Of a tensor not the graph behind it.
-            value = float(loss.item() if isinstance(loss, torch.Tensor) else loss)
-        except (TypeError, ValueError, RuntimeError):
-            raise UserError(f"loss = {loss!r} is no number", fix="give the mean of the loss") from None
+            if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+                raise TypeError
+            value = float(loss.item() if isinstance(loss, torch.Tensor) else loss)  # without the graph behind it
+        except (TypeError, ValueError):
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else repr(loss)
+            raise UserError(f"loss = {what} is no number", fix="give the mean of the loss") from None
         self.monitor.window.add_loss(value)
 
     @own_modes()

@@ -42,7 +42,7 @@ class EngineHandle:
         """Tell policy ``loss`` the training loss, without a loss scale, after every iteration, on at least one rank.
 
         Raises:
-            UserError: inside an iteration.
+            UserError: inside an iteration, where the driver can tell; or it is no number.
         """
         self._refuse_inside_iteration()
         self.engine.add_loss(loss)

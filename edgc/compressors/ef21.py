@@ -125,7 +125,16 @@ class Estimates(Compressor):
                 started = torch.full((), float(through), dtype=torch.float32, device=tensor.device)
                 self._set(self.estimates, name, total if through else torch.zeros_like(total), bad)
                 self._set(self.started, name, started, bad)
+            if not through:  # what fp16 did not hold of an exact mean is in the next difference, which begins from zero
+                self._then(partial(self._drop_error, name, bad))
             self._set(self.velocities, name, new[name], bad)
+
+    def _drop_error(self, name: str, bad: int | Tensor) -> None:
+        error = self.method.errors.get(name)
+        if error is not None:
+            error.masked_fill_(
+                bad == 0 if isinstance(bad, torch.Tensor) else torch.ones_like(error, dtype=torch.bool), 0
+            )
 
     def _set(self, state: dict[str, Tensor], name: str, value: Tensor, bad: int | Tensor) -> None:
         if isinstance(bad, torch.Tensor):  # and nobody has looked

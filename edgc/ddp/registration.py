@@ -69,7 +69,7 @@ def register(
         scaler: the ``torch.amp.GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on every
             rank or on none. With one scaler for several optimizers, all of them must skip the same steps. False says
             that there is none, or one that is to be ignored; without it parameters in fp16 are refused, and a
-            ``GradScaler`` that makes the first step is warned of.
+            ``GradScaler`` that makes the first step is warned of. A strategy refuses one.
         strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
             What another one sends is compressed as ``config`` says.
         optimizer: the one that steps all parameters, whose steps a strategy counts.

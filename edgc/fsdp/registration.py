@@ -53,7 +53,7 @@ def register(
         replicas: the 1-D mesh of the replicas, where ``fully_shard`` was given the 1-D mesh of the shards.
         scaler: the ``GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on all ranks.
             False says that there is none, or one that is to be ignored; without it units that reduce in fp16 are
-            refused, and a ``GradScaler`` that makes the first step is warned of.
+            refused, and a ``GradScaler`` that makes the first step is warned of. A strategy refuses one.
         strategy: what replicas exchange, and when (:mod:`edgc.strategies`); by default the gradients of every step.
         optimizer: the one whose steps a strategy counts.
 

@@ -52,7 +52,8 @@ class StrategyHandle(ProcessStrategy):
         super().__init__(
             "edgc.fsdp", shards, config, settings, optimizer, iterations, layout.replicas, embeddings, shards.owners
         )
-        self._units, self._layout, self._within = list(units), layout, layout.within
+        self._units, self._layout = list(units), layout
+        self._within, self._device = layout.within, units[0].device
         self._shards_only = ShardsOnly(units if layout.native else [])
         self._place = Place.of(layout)
 

@@ -336,7 +336,8 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
 def _folders(root: Path) -> list[Path]:
     """Folders of checkpoints, the newest first, after those were brought back that a kill has left hidden."""
     for path in root.glob(".iter_*.old"):
-        manifest.recover(root / path.name.removeprefix(".").removesuffix(".old"))
+        with contextlib.suppress(OSError):  # a reader may not be allowed to
+            manifest.recover(root / path.name.removeprefix(".").removesuffix(".old"))
     folders = [path for path in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(path.name)]
     return sorted(folders, key=_number, reverse=True)
 

@@ -84,6 +84,7 @@ class StrategyHandle(ProcessStrategy):
         refuse_other_optimizer("edgc.megatron", parameters, inner)
         super().__init__("edgc.megatron", parameters, config, settings, inner, iterations, replicas, looked_up)
         self._within = [group for group in (parallel_state.get_model_parallel_group(),) if group.size() > 1]
+        self._device = next(iter(parameters.values())).device
         self._copies = _copies(trained)
 
     def start(self) -> None:

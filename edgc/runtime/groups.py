@@ -80,7 +80,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | None]:
     except UserError as error:
         return None, error
     except OSError as error:
-        what = f"the checkpoint cannot be written or read: {error.strerror or error}"
+        what = f"a file cannot be written or read: {error.strerror or error}"
         return None, UserError(what, where=error.filename, fix="make room, or choose another folder")
 
 

@@ -59,6 +59,7 @@ class ProcessStrategy:
         self._hooks: list[Any] = []
         self._looked = False  # for a GradScaler, at the first step
         self._within: Sequence[torch.distributed.ProcessGroup] = ()  # those of ranks that are this replica together
+        self._device = torch.device("cpu")  # where they agree
 
     def _hang(self) -> None:
         """Let the strategy run around the optimizer's steps from now on."""
@@ -100,7 +101,7 @@ class ProcessStrategy:
     def _agree(self, gradients: Sequence[Tensor]) -> None:
         """Make all gradients of this replica NaN if one of them, on any of its ranks, is not finite."""
         if self._within:
-            good = finite(gradients, gradients[0].device).float()
+            good = finite(gradients, self._device).float()
             for group in self._within:
                 torch.distributed.all_reduce(good, op=torch.distributed.ReduceOp.MIN, group=group)
             for gradient in gradients:
@@ -162,7 +163,7 @@ class ProcessStrategy:
         Warns:
             UserWarning: where it has others.
         """
-        need(state, ("settings", "world", "rank", "shared", "own", "norm"), "state")
+        need(state, ("settings", "world", "rank", "shared", "own"), "state")
         if changes := differences(state["settings"], self._settings):
             what = f"the saved state is of other settings: {changes}"
             raise UserError(what, where=self._where, fix="register with the same")
@@ -170,10 +171,13 @@ class ProcessStrategy:
         if same and state["rank"] != self.group.rank():
             what = f"the saved state is of rank {state['rank']}, but this is rank {self.group.rank()}"
             raise UserError(what, where=self._where, fix="save and load one state per rank")
-        if same and not math.isclose(state["norm"], self._norm(), rel_tol=1e-9, abs_tol=1e-30):
-            what = f"{self._where}: rank {state['rank']} has other weights than the state was saved with; load the"
-            warnings.warn(f"{what} model's first, and after DistributedDataParallel(...), which sends rank 0's to all",
-                          stacklevel=2)  # fmt: skip
+        if same and "norm" in state and not math.isclose(state["norm"], self._norm(), rel_tol=1e-9, abs_tol=1e-30):
+            what = (
+                f"{self._where}: replica {state['rank']} has other weights than the state was saved with; load its own"
+            )
+            warnings.warn(
+                f"{what} first, and after DistributedDataParallel(...), which sends rank 0's to all", stacklevel=2
+            )
         self.strategy.load_state(state["shared"], state["own"] if same else None)
 
     def _let_go(self) -> None:

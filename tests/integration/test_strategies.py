@@ -168,7 +168,7 @@ def resumed_with_weights_of_rank_0() -> None:
             for p in model.parameters():
                 dist.broadcast(p, 0)
         handle.load_state_dict(state)
-    assert [f"rank {rank} has other weights" in str(each.message) for each in told] == [True] * (rank > 0)
+    assert [f"replica {rank} has other weights" in str(each.message) for each in told] == [True] * (rank > 0)
     handle.remove()
 
 

@@ -130,6 +130,14 @@ def test_a_policy_is_compared_with_its_own_ranks_in_another_order(kept_results: 
         assert found[["difference_low", "difference_high"]].tolist() == pytest.approx(interval, abs=1e-8)
 
 
+def test_how_far_the_entropy_was_at_rest_when_warm_up_ended() -> None:
+    events = decisions([None, None, None, 24, 20, 16])
+    for i, entropy in enumerate((-6.0, -5.0, -5.5, -5.25, -5.5, -6.25)):
+        events["decision"][i] |= {"entropy": [entropy], "phase": "active" if i > 2 else "warmup"}
+    pairs = policies.tables([run("none"), run("cqm", compression=edgc(), events=events)])["pairs"]
+    assert pairs["entropy_change_before"].tolist() == [-0.5] and pairs["entropy_change_after"].tolist() == [-1.0]
+
+
 def test_shuffles_are_averaged_and_int8_stands_beside_its_own_ranks_in_fp32() -> None:
     moving = decisions([24, 20, 16, 12], reason="warm-up ends: entropy stable within 0.0911 nats; rank 24")
     found = [run("none"), run("cqm", loss=5.01, compression=edgc(), events=moving)]

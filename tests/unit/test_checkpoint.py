@@ -247,6 +247,9 @@ def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path: Path, monkeypa
     published(tmp_path, 1)
     assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000002"
     checkpoint.check(tmp_path / "iter_0000002")
+    own = tmp_path / "iter_0000002" / "edgc"
+    own.rename(own.with_name(".edgc.old"))
+    assert checkpoint.load(own.parent, attachment({})) == 2
 
 
 def test_a_full_disk_is_told_on_one_line(tmp_path: Path) -> None:
@@ -299,7 +302,7 @@ def test_with_megatrons_own_checkpoints_the_tracker_counts(tmp_path: Path) -> No
 
 def test_a_folder_that_cannot_be_written_is_a_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="the checkpoint cannot be written or read") as refused:
+    with pytest.raises(UserError, match="a file cannot be written or read") as refused:
         checkpoint.save(tmp_path / "file" / "iter_0000001", attachment({}), iteration=1)
     assert str(refused.value).count("\n") == 0
 

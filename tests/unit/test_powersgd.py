@@ -23,7 +23,7 @@ from edgc.compressors import Channel, Gradient
 from edgc.compressors.powersgd import passes
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.simple import SimpleOneSided, SimplePowerSGD
-from edgc.compressors.powersgd.state import random_factor
+from edgc.compressors.powersgd.state import cut, leading, random_factor
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
 from tests.lockstep import Twin, reduce_together
@@ -408,3 +408,11 @@ ALLOWED = 8 * SMALL * SMALL + 4096
 def test_steady_state_allocates_nothing(tmp_path: Path, options: dict[str, Any], dtype: torch.dtype) -> None:
     assert largest_allocation(tmp_path, steady_state(dtype, options)) <= ALLOWED
     assert largest_allocation(tmp_path, lambda: torch.empty(ALLOWED + 1, dtype=torch.uint8)) > ALLOWED
+
+
+def test_a_renewed_warm_start_is_cut_to_the_leading_directions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(rows, 12, generator=generator)).Q for rows in (40, 30))
+    matrix = left @ torch.diag(0.5 ** torch.arange(12.0)) @ right.mT
+    kept = cut(leading(matrix, 8, torch.randn(30, 12, generator=generator)), 3)
+    assert torch.linalg.matrix_norm(kept - right[:, :3] @ (right[:, :3].mT @ kept)) < 1e-4

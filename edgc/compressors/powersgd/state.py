@@ -201,7 +201,8 @@ class State:
             self.since[name] = self.since.get(name, 0) + 1
 
     def leading(self, means: Iterable[Gradient], rank: int, ok: Tensor) -> dict[str, Tensor]:
-        """Warm starts from exact means by name; the last one where the mean is zero, or not ``ok``."""
+        """Warm starts from exact means by name; the last one where the mean is zero, or not ``ok``;
+        random ones there, one-sided, where that was of the other side."""
         found = {}
         for gradient in means:
             name, matrix = gradient.name, torch.where(ok, gradient.tensor.float(), 0)
