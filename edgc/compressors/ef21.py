@@ -132,9 +132,7 @@ class Estimates(Compressor):
     def _drop_error(self, name: str, bad: int | Tensor) -> None:
         error = self.method.errors.get(name)
         if error is not None:
-            error.masked_fill_(
-                bad == 0 if isinstance(bad, torch.Tensor) else torch.ones_like(error, dtype=torch.bool), 0
-            )
+            _ = error.masked_fill_(bad == 0, 0) if isinstance(bad, torch.Tensor) else error.zero_()
 
     def _set(self, state: dict[str, Tensor], name: str, value: Tensor, bad: int | Tensor) -> None:
         if isinstance(bad, torch.Tensor):  # and nobody has looked

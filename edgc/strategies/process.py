@@ -172,12 +172,9 @@ class ProcessStrategy:
             what = f"the saved state is of rank {state['rank']}, but this is rank {self.group.rank()}"
             raise UserError(what, where=self._where, fix="save and load one state per rank")
         if same and "norm" in state and not math.isclose(state["norm"], self._norm(), rel_tol=1e-9, abs_tol=1e-30):
-            what = (
-                f"{self._where}: replica {state['rank']} has other weights than the state was saved with; load its own"
-            )
-            warnings.warn(
-                f"{what} first, and after DistributedDataParallel(...), which sends rank 0's to all", stacklevel=2
-            )
+            what = f"{self._where}: replica {state['rank']} has other weights than the state was saved with"
+            fix = "load its own first, and after DistributedDataParallel(...), which sends rank 0's to all"
+            warnings.warn(f"{what}; {fix}", stacklevel=2)
         self.strategy.load_state(state["shared"], state["own"] if same else None)
 
     def _let_go(self) -> None:

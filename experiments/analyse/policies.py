@@ -47,6 +47,7 @@ PLACEBOS = ("reversed", "shuffled")
 PLAIN, WIDER = "no compression", "fp32 factors"  # they send more bytes
 PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "rival_gap_nats"]
 PAIR += ["bytes_over_rival", "same_start", "acted", "ranks_used", "windows_inside", "warm_up_ended", "warm_up_ended_by"]
+PAIR += ["entropy_change_before", "entropy_change_after"]
 
 
 def tables(runs: list[Run]) -> dict[str, Any]:
@@ -88,6 +89,7 @@ def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             **acting(run),
             "warm_up_ended": run.first_compressed - 1,
             "warm_up_ended_by": _ended_by(run),
+            **_around_end(run),
         }
 
 
@@ -96,6 +98,18 @@ def _ended_by(run: Run) -> str:
     reasons = [str(event.get("reason")) for event in run.decisions if event.get("phase") == "active"]
     found = re.match(r"warm-up ends: (.*?)(?: within [0-9.]+ nats)?;", reasons[0]) if reasons else None
     return found[1] if found else ""
+
+
+def _around_end(run: Run) -> dict[str, float]:
+    """Change of the first stage's entropy in the window before the last one of warm-up, and the furthest that it went
+    from that one afterwards (nats): whether it was at rest there."""
+    means = [float((event.get("entropy") or [math.nan])[0] or math.nan) for event in run.decisions]
+    last = next((i for i, event in enumerate(run.decisions) if event.get("phase") == "active"), 0)
+    later = [mean - means[last] for mean in means[last + 1 :]]
+    return {
+        "entropy_change_before": means[last - 1] - means[last - 2] if last > 1 else math.nan,
+        "entropy_change_after": max(later, key=abs, default=math.nan),
+    }
 
 
 def _but_factors(run: Run) -> tuple[dict[str, Any], str]:
