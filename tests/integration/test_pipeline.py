@@ -320,8 +320,8 @@ def not_finite() -> None:
     # The last stage had its backward behind it, but shares the gradient of the embedding with the first one.
     assert not all(finite)
     assert pipeline.traffic.statistics.skipped == (session.stage > 0)
-    assert all(bool(now.isfinite().all()) for now, _ in tensors)
-    assert any(not torch.equal(now, then) for now, then in tensors) == (session.stage > 0), "the five others went on"
+    assert all(torch.equal(now, then) for now, then in tensors), "a skipped step leaves what is kept as it was"
+    assert bool(tensors) == (session.stage > 0)
 
 
 @case

@@ -25,6 +25,7 @@ from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.runtime.device import masked_path
 from tests.lockstep import reduce_together
+from tests.workers import same
 
 WORKERS = 3
 SHAPES = {"a": (40, 30), "bias": (30,), "b": (25, 16)}
@@ -194,16 +195,19 @@ def test_where_all_is_sent_it_is_sgd_with_momentum(method: str, rank: int | None
 # ------------------------------------------------------------------ saved states
 
 
-def test_a_state_without_velocities_is_refused_where_there_is_momentum() -> None:
+def test_a_state_without_velocities_begins_them_where_there_is_momentum() -> None:
     [old], [new] = made("topk", 1, momentum=0.0), made("topk", 1)
     for compressor in (old, new):
         compressor.reduce(gradients(0, 0), Channel(None), 4)
     before = old.state_dict()
     assert "velocities" not in before
-    with pytest.raises(UserError, match=r"^the saved state has no compressor\.velocities; load what state_dict"):
-        new.load_state_dict(before)
-    old.load_state_dict(before)
     old.load_state_dict(new.state_dict())
+    assert "velocities" not in old.state_dict()
+    new.load_state_dict(before)
+    assert not new.state_dict()["velocities"] and same(dict(new.kept), before["errors"])
+    new.reduce(gradients(1, 0), Channel(None), 4)
+    assert new.state_dict()["velocities"]
+    old.load_state_dict(before)
     assert "velocities" not in old.state_dict()
     saved = {"method": "topk", "density": 0.02}
     with pytest.raises(UserError, match=r"momentum = 0\.0, now 0\.9"):
