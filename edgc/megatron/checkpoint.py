@@ -222,7 +222,7 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
 
     def prepare() -> None:
         root.mkdir(parents=True, exist_ok=True)
-        _folders(root)  # brings back what is whole
+        _recover(root)
         for path in root.iterdir():
             if _HIDDEN.fullmatch(path.name):
                 shutil.rmtree(path)
@@ -315,6 +315,7 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
     root = Path(root)
     damaged: list[DamagedCheckpoint] = []
     whole: Path | None = None
+    on_first_rank(lambda: _recover(root))
     for folder in on_first_rank(lambda: _folders(root)):
         try:
             check(folder)
@@ -333,11 +334,15 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
     return whole
 
 
-def _folders(root: Path) -> list[Path]:
-    """Folders of checkpoints, the newest first, after those were brought back that a kill has left hidden."""
+def _recover(root: Path) -> None:
+    """Bring back the checkpoints that a kill has left hidden."""
     for path in root.glob(".iter_*.old"):
         with contextlib.suppress(OSError):  # a reader may not be allowed to
             manifest.recover(root / path.name.removeprefix(".").removesuffix(".old"))
+
+
+def _folders(root: Path) -> list[Path]:
+    """Folders of checkpoints, the newest first."""
     folders = [path for path in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(path.name)]
     return sorted(folders, key=_number, reverse=True)
 

@@ -52,7 +52,7 @@ WITHIN = {**dict.fromkeys(EXAMPLES, 1e-4), **dict.fromkeys(METHODS, 5e-2)}  # a 
 
 
 def wide() -> nn.Module:
-    """Of several buckets."""
+    """A model of several buckets."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(ROWS, 700), nn.Tanh(), nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 8))
 
