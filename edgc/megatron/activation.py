@@ -115,8 +115,8 @@ class ActivationCompressor:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def begin_iteration(self) -> None:
-        """Keep a copy of the state, for :meth:`give_up`."""
-        self._before = clones(self.errors), clones(self.factors)
+        """Remember the state, for :meth:`give_up`: what is there now is not written to any more."""
+        self._before = dict(self.errors), dict(self.factors)
 
     def give_up(self) -> None:
         """Go back to the state at the beginning of the iteration, whose gradients are thrown away."""
@@ -171,7 +171,10 @@ class ActivationCompressor:
         received = torch.empty_like(g, memory_format=torch.contiguous_format)
         layout.reconstruct(message, received)
         error_sq = square_sums([m.sub_(received)[None]])[0][0]
-        self.errors[name] = torch.where(ok, m, error, out=error)
+        errors, factors = self._before
+        kept = torch.empty_like(error) if error is errors.get(name) else error
+        self.errors[name] = torch.where(ok, m, error, out=kept)
+        factor = factor.clone() if factor is factors.get(name) else factor
         way.keep([right[None]], [factor[None]], ok)
         self.factors[name] = factor
         norms = gradient_sq, input_sq, error_sq
